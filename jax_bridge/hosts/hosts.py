@@ -92,7 +92,7 @@ class Hosts:
         self._watch.step()
 
     def lead(self) -> Lead:
-        """Of a stream: process 0 decides how far it goes."""
+        """Returns the lead of process 0 over the next stream: process 0 decides when the stream ends."""
         self._streams += 1
         return Lead(self._store, f"streams/{self._streams}", self._watch.is_over)
 
@@ -130,7 +130,7 @@ class Hosts:
 
 
 class Lead:
-    """How far a stream goes: what process 0 does, all do. Once ``over`` says that Python ends, each stops."""
+    """The lead of process 0 over one stream. Each process stops once ``over`` says that Python ends."""
 
     def __init__(self, store: Store, name: str, over: Callable[[], bool]):
         self._store, self._name, self._over, self._chunk = store, name, over, 0

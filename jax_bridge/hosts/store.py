@@ -12,7 +12,7 @@ PIECE = 1 << 20
 
 
 class Store:
-    """What `jax.distributed.initialize` has joined. Every method may be called from any thread.
+    """The store of the processes that `jax.distributed.initialize` joined. Any thread may call any method.
 
     Attributes:
         process, count: this process's index, and how many there are.

@@ -1,4 +1,4 @@
-"""Groups of pages as vLLM makes them of a target whose layers have windows in part, and of a drafter."""
+"""vLLM's groups of pages for a target with windows in part of its layers, and for a drafter."""
 
 from types import SimpleNamespace
 
@@ -15,13 +15,13 @@ DRAFTERS = {"one shape": (2, 128), "a smaller shape": (1, 64), "a larger shape":
 
 def spec(heads, dim, window=None):
     kind, more = (SlidingWindowSpec, {"sliding_window": window}) if window else (FullAttentionSpec, {})
-    size = 16 * heads * 2 * dim * 2  # as tpu-inference gives it
+    size = 16 * heads * 2 * dim * 2  # tpu-inference's form
     common = {"block_size": 16, "num_kv_heads": heads, "head_size": dim, "dtype": torch.bfloat16}
     return kind(page_size_padded=size, **common, **more)
 
 
 def specs(heads, dim, layers=("full", "window") * 2):
-    """Page specifications of a target with windows in part, and of a drafter of two layers."""
+    """Page specifications of a target with windows in part of its layers, and of a drafter of two layers."""
     found = {f"layer.{at}": spec(2, 128, 8 if kind == "window" else None) for at, kind in enumerate(layers)}
     return found | {LAYER.format(at): spec(heads, dim) for at in range(2)}
 
@@ -65,6 +65,6 @@ def test_specifications_of_one_kind_stay_as_they_are():
 
 
 def test_vllm_makes_no_groups_of_pages_of_two_sizes_alone():
-    """Why `counted_alike` is there; once vLLM does, it may go."""
+    """vLLM's limit is the reason for `counted_alike`."""
     with pytest.raises(AssertionError):
         groups_of(specs(1, 64))

@@ -1,4 +1,4 @@
-"""What processes tell each other, held by two threads: who is right, who is late, who is silent."""
+"""Agreement of processes, played by two threads: differing, late and silent processes."""
 
 import queue
 import threading
@@ -22,7 +22,7 @@ from torch_dflash.engine.hosts import READ, packed, read_alike, read_together, u
 from torch_dflash.requests.request import UNSET
 
 
-class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary of all
+class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary for all
     def __init__(self, process: int, kept: dict, change: threading.Condition):
         self.process, self.count, self._kept, self._change = process, 2, kept, change
         self.answers = True
@@ -71,12 +71,10 @@ def shelves(monkeypatch):
 
 
 def both(shelves, call):
-    """What `call(rank, hosts)` returns or raises in each of two threads."""
-
     def one(rank):
         shelf = shelves[rank]
         this = Hosts(shelf, seen := Watch(shelf))
-        seen.until_all_answer = lambda: None  # nobody gives signs of life here
+        seen.until_all_answer = lambda: None  # no process gives signs of life here
         try:
             return call(rank, this)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -90,7 +88,7 @@ GIVEN = torch.ones(1, 1), None, {}
 
 
 def readings(shelves, read, given=GIVEN, found=lambda found: {}):
-    """What each of two threads gets of one `read_together`; ``read`` has the rank before the request."""
+    """Results of one `read_together` in two threads; ``read`` has the rank before the request."""
 
     def call(rank, this):
         own = given(rank) if callable(given) else given
@@ -217,7 +215,7 @@ def test_an_interrupt_while_it_is_asked_who_has_failed_ends_all(shelves, monkeyp
 
 
 def test_what_was_not_told_is_told_as_python_ends(shelves, monkeypatch):
-    """A second interrupt kept the first from the others, or the error of a call."""
+    """A second interrupt may have kept the first, or a call's error, from the other processes."""
     for error, told in ((None, "KeyboardInterrupt"), (ValueError("no"), "ValueError: no")):
         seen, put = Watch(shelves[0]), shelves[0].put
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -250,11 +248,11 @@ def test_a_stream_goes_as_far_as_process_0_goes(shelves):
     assert not theirs.stop()
     assert ours.stop() and not theirs.go()
     ended.append("Python")
-    assert theirs.stop()  # nobody has to answer
+    assert theirs.stop()  # no process has to answer
 
 
 def judged(shelves, monkeypatch, change, busy=True, silent=5, beats=500):
-    """What process 1 ends with where process 0 gives signs of life, and ``change`` says when none come."""
+    """The end of process 1 while process 0 gives signs of life, except where ``change`` stops them."""
     monkeypatch.setattr(watch, "SILENT", silent)
     ends, over = [], threading.Event()
 
@@ -338,7 +336,7 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     assert judged(shelves, monkeypatch, over, beats=50) == []
 
 
-class Fleeting(list):  # calls that end as soon as somebody has seen that there are some
+class Fleeting(list):  # calls that end as soon as another thread has seen them
     def __bool__(self):
         found = len(self) > 0
         self.clear()
@@ -361,7 +359,7 @@ def test_a_call_that_ends_while_it_is_judged_does_not_end_the_watch(shelves, mon
 
 
 def _resting(seen, live):
-    """A process that rests in the call in which it is, all the time."""
+    """A process that rests inside of its call all the time."""
     with seen.resting("generate"):
         live(seen)
 

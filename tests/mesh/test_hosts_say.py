@@ -1,4 +1,4 @@
-"""What one process of a mesh tells the others of itself, in each call: its weights, its state, its mesh."""
+"""In each call a process of a mesh reports its weights, its state and its mesh to the others."""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -22,7 +22,7 @@ IDS = torch.tensor([[3, 1, 4, 1, 5]])
 ASKED = {"max_new_tokens": 4, "eos_token_id": None}
 
 
-class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is said
+class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps the reports
     first = True
 
     def __init__(self):
@@ -120,7 +120,7 @@ def of_another_shape(weight):
 
 
 def with_weight(make, call):
-    """A call of an engine whose model has another output matrix since it was compiled."""
+    """Calls an engine whose model got another output matrix after compilation."""
 
     def run(model, folder):
         engine = engine_of(model := copy.deepcopy(model))
@@ -265,7 +265,7 @@ class Odd:  # Python shows its address
 
 @pytest.mark.parametrize("values", [(Odd(), Odd(), torch.float16), ([{8, 0}], [{0, 8}], [{0, 9}])])
 def test_what_is_said_of_a_config_is_the_same_in_each_process(models, values):
-    """No number of a process, and not its order of a set; Qwen3.5's config has one."""
+    """The report holds no process number and no order of a set; Qwen3.5's config has a set."""
     model, said = copy.deepcopy(models[0]), []
     for value in values:
         model.config.extra = value
@@ -300,7 +300,7 @@ def test_a_stream_whose_gain_fails_is_left_at_once(models, hosts, monkeypatch, d
     if door == "engine":
         stream = engine_of(models[0]).stream(IDS, **ASKED)
     else:
-        target = copy.deepcopy(models[0])  # an engine of another test's processes is kept for the other
+        target = copy.deepcopy(models[0])  # an engine of another test's processes stays for the other
         stream = td.stream(target, None, IDS, tokenizer=object(), runtime="eager", verify=False, **ASKED)
     monkeypatch.setattr(place, property(interrupt) if place.endswith("tokens") else interrupt, raising=False)
     with pytest.raises(KeyboardInterrupt) as kept:  # its traceback holds the frames, as a notebook does

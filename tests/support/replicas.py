@@ -1,4 +1,4 @@
-"""Replicas on four CPU devices beside one engine. Run as a module, in a process of its own."""
+"""Replicas on four CPU devices, compared with one engine. Run as a module, in a separate process."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 
 
 class Case(NamedTuple):
-    """A pair (`support.slices.make_sliceable`), and what its replicas are.
+    """A pair (`support.slices.make_sliceable`), and the form of its replicas.
 
     ``rows`` prompts are asked for, ``room`` is each replica's ``batch_size``, ``runtime`` the one engine's.
     ``break_by``: a key of `BREAKS`.
@@ -42,7 +42,7 @@ def ragged(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Texts and acceptance lengths of one engine and of replicas, and what was seen of their devices."""
+    """Texts and acceptance lengths of one engine and of replicas, and the devices of the replicas."""
     import torch_dflash as td
 
     target, drafter = make_sliceable(case.family, "2x2", case.drafter)
@@ -83,7 +83,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 class counted:  # noqa: N801 - reads as a function
-    """How often torch has run each step, to trace it."""
+    """Counts torch's runs of each step: each run is a trace."""
 
     def __enter__(self) -> Counter:
         from torch_dflash.decode import Pair
@@ -111,7 +111,7 @@ def weight_devices(engine: Any) -> set[int]:
 
 
 def state_devices(engine: Any) -> set[int]:
-    """Where its states lie, as they are read from now on."""
+    """The devices of the engine's states, filled at each later reading."""
     seen, runtime = set(), engine.runtime
     read = runtime.read
 
@@ -127,7 +127,7 @@ def state_devices(engine: Any) -> set[int]:
 
 
 def exchanged(front: Any) -> list[str]:
-    """What the compiled programs of all replicas exchange between devices."""
+    """The kinds of collectives in the compiled programs of all replicas."""
     texts = [program.as_text() for program in front.runtime._programs._compiled.values()]
     return [kind for kind in COLLECTIVES if any(kind in text for text in texts)]
 
