@@ -41,11 +41,11 @@ class Hosts:
         """The devices of ``mesh`` in their order; other processes have to name them in the same."""
         return str([device.id for device in devices_of(mesh) or ()])
 
-    def agree(self, what: str, said: dict[str, str], given: bytes | None = None) -> bytes:
+    def agree(self, what: str, facts: dict[str, str], given: bytes | None = None) -> bytes:
         """Meet the others in the call ``what``, and return what process 0 was ``given``.
 
         Args:
-            said: what has to be the same in all processes, by name.
+            facts: what has to be the same in all processes, by name.
             given: of process 0 alone.
 
         Raises:
@@ -55,12 +55,12 @@ class Hosts:
         self._check()
         store, call = self._store, self._calls
         self._calls += 1
-        own = json.dumps({"the call": what, "what is installed": VERSIONS} | said)
+        own = json.dumps({"the call": what, "what is installed": VERSIONS} | facts)
         with self._part(what):
             pieces = store.put_bytes(f"given/{call}", given or b"") if self.first else 0
             store.put(f"calls/{call}/{store.process}", json.dumps([own, pieces]))
             try:
-                store.meet(f"calls/{call}", watch.LATE)
+                store.barrier(f"calls/{call}", watch.LATE)
             except Exception as error:
                 raise self._late(what, call) from error
             found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
@@ -72,7 +72,7 @@ class Hosts:
         return given or b"" if self.first else value
 
     @contextmanager
-    def leaving(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> Iterator[None]:
         """While open, this process takes part in ``what``: if it fails, all others end."""
         self._check()
         with self._part(what):
@@ -83,9 +83,9 @@ class Hosts:
         """Have the others end, for this process will not do its part of ``what``."""
         self._watch.leave(what, error)
 
-    def resting(self, what: str) -> AbstractContextManager[None]:
+    def paused(self, what: str) -> AbstractContextManager[None]:
         """While open, a user's code has the turn in ``what``: a process that ends is not missed."""
-        return self._watch.resting(what)
+        return self._watch.paused(what)
 
     def step(self) -> None:
         """Begin what all have to take part in: one that does not is missed."""
@@ -158,10 +158,10 @@ class Lead:
         return own
 
 
-def _compare(said: dict[int, dict[str, str]]) -> None:
+def _compare(facts: dict[int, dict[str, str]]) -> None:
     """Raise ``RuntimeError`` unless all processes have said the same."""
-    first = said[0]
-    for one, fields in sorted(said.items()):
+    first = facts[0]
+    for one, fields in sorted(facts.items()):
         for name in dict.fromkeys([*first, *fields]):
             if first.get(name) != fields.get(name):
                 raise RuntimeError(

@@ -64,6 +64,6 @@ class Store:
         """Forget a value, or a folder."""
         self._client.key_value_delete(ROOT + key)
 
-    def meet(self, name: str, seconds: float) -> None:
+    def barrier(self, name: str, seconds: float) -> None:
         """Wait until every process is here; raises as `wait`."""
         self._client.wait_at_barrier(ROOT + name, int(seconds * 1000))

@@ -49,7 +49,7 @@ class Watch:
         self._busy: list[str] = []
         self._step = 0
         self.left: str | None = None
-        self._told = False
+        self._announced = False
 
     def start(self) -> None:
         """Watch until Python ends."""
@@ -70,7 +70,7 @@ class Watch:
                 self._busy.remove(what)
 
     @contextmanager
-    def resting(self, what: str) -> Iterator[None]:
+    def paused(self, what: str) -> Iterator[None]:
         """While open, `busy` is not."""
         self._busy.remove(what)
         try:
@@ -85,18 +85,18 @@ class Watch:
     def leave(self, what: str, error: BaseException) -> None:
         """Have every other process end, for this one will not do its part of ``what``."""
         if self.left is None:
-            said = " ".join(str(error).split())
-            name = type(error).__name__
-            self.left = f"process {self._store.process} left {what}: {name}{': ' if said else ''}{said}"
-        self._tell_once(self.left)
+            message = " ".join(str(error).split())
+            kind = type(error).__name__
+            self.left = f"process {self._store.process} left {what}: {kind}{': ' if message else ''}{message}"
+        self._announce_once(self.left)
 
-    def _tell_once(self, left: str) -> None:
+    def _announce_once(self, left: str) -> None:
         """Have the others hear why, unless they have: a second Ctrl-C may have come before."""
         self._over.set()
-        if not self._told:
+        if not self._announced:
             with contextlib.suppress(Exception):
-                self._tell(left)
-            self._told = True
+                self._announce(left)
+            self._announced = True
 
     def until_all_answer(self) -> None:
         """Return when each that gave signs of life has given a new one; if one does not, this one ends."""
@@ -151,41 +151,41 @@ class Watch:
             self._end(f"process {one} is alive, and did not take part in {doing[0]} within {LATE} seconds")
 
     def _listen(self) -> None:
-        said, lost = None, False
-        while said is None:
+        message, lost = None, False
+        while message is None:
             try:
-                said = self._store.wait(f"told/{self._store.process}", DAY)
+                message = self._store.wait(f"told/{self._store.process}", DAY)
             except Exception as error:
                 lost = "DEADLINE_EXCEEDED" not in str(error)
-                said = (
+                message = (
                     f"process 0, which has JAX's service, has ended ({_first_line(error)})" if lost else None
                 )
         if lost and self.left is not None:
             self._end(self.left)  # or JAX would do it, without a word of why
         if not self._over.is_set():
-            self._end(said)
+            self._end(message)
 
-    def _tell(self, said: str) -> None:
+    def _announce(self, message: str) -> None:
         """Have the others hear it. Process 0 waits until they have: JAX's service ends with it."""
         for one in self._others:
-            self._store.put(f"told/{one}", said)
+            self._store.put(f"told/{one}", message)
         for _ in range(FAREWELL * 10 if self._store.process == 0 else 0):
             if len(self._store.entries("heard")) == len(self._others):
                 return
             time.sleep(0.1)
 
-    def _exit(self, said: str) -> None:
+    def _exit(self, message: str) -> None:
         """End this process, wherever its other threads are; the others are told, if they can be."""
         this = self._store.process
-        os.write(2, f"torch-dflash: process {this} of {self._store.count} ends: {said}\n".encode())
-        farewell = threading.Thread(target=self._farewell, args=(said,), daemon=True)
+        os.write(2, f"torch-dflash: process {this} of {self._store.count} ends: {message}\n".encode())
+        farewell = threading.Thread(target=self._farewell, args=(message,), daemon=True)
         farewell.start()
         farewell.join(FAREWELL)
         os._exit(STATUS)
 
-    def _farewell(self, said: str) -> None:
+    def _farewell(self, message: str) -> None:
         with contextlib.suppress(Exception):
-            self._tell(said)
+            self._announce(message)
             if self._store.process != 0:  # the last word, for process 0 waits for it
                 self._store.put(f"heard/{self._store.process}", "")
 
@@ -194,7 +194,7 @@ class Watch:
         if error is not None and not hasattr(sys, "ps1"):
             self.leave("its program", error)
         if self.left is not None:  # JAX would wait for processes that have ended
-            self._tell_once(self.left)
+            self._announce_once(self.left)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(STATUS)

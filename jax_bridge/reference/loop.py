@@ -139,16 +139,16 @@ def decode_round(models: Models, weights: PairParams, state: State) -> State:
     stops = (picks[:, :, None] == state.stop_ids[:, None]).any(axis=2) & (at < kept[:, None])
     stopped = stops.any(axis=1)
     kept = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, kept)
-    room = state.limit - state.length - 1
-    gained = jnp.where(state.done, 0, jnp.minimum(kept, room))
+    remaining = state.limit - state.length - 1
+    committed = jnp.where(state.done, 0, jnp.minimum(kept, remaining))
     return state._replace(
         tokens=put_rows(state.tokens, picks, state.length + 1, axis=1),
-        length=state.length + gained,
-        done=state.done | (stopped & (kept <= room)) | (kept >= room),
+        length=state.length + committed,
+        done=state.done | (stopped & (kept <= remaining)) | (kept >= remaining),
         target=out.cache,
         drafter=drafted.cache,
         context=project(weights.drafter, drafter, out.features.astype(state.context.dtype)),
-        buffered=gained,
+        buffered=committed,
         accepted=put_rows(state.accepted, kept[:, None], state.rounds, axis=1),
         rounds=state.rounds + ~state.done,
     )

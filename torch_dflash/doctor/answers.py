@@ -57,11 +57,11 @@ def diagnose(
     """
     check_judged(target, drafter)
     check_counts(max_new_tokens=max_new_tokens, blocks=blocks)
-    asked = _check_prompts(list(QUESTIONS.values()) if prompts is None else prompts)
+    questions = _check_prompts(list(QUESTIONS.values()) if prompts is None else prompts)
     options = dict(template_options or {})
 
     def ids(template: dict[str, Any]) -> list[list[int]]:
-        return encoded(tokenizer, asked, template)
+        return encoded(tokenizer, questions, template)
 
     def judged(template: dict[str, Any]) -> Diagnosis:
         texts = answer(target, ids(template), max_new_tokens, tokenizer)
@@ -74,10 +74,10 @@ def diagnose(
 
 def _check_prompts(prompts: Iterable[str]) -> list[str]:
     many = isinstance(prompts, Iterable) and not isinstance(prompts, str)
-    asked = list(prompts) if many else []  # once: a generator has them once
-    if not asked or not all(isinstance(one, str) for one in asked):
+    questions = list(prompts) if many else []  # once: a generator has them once
+    if not questions or not all(isinstance(one, str) for one in questions):
         raise TypeError(f"prompts={prompts!r}: pass a list of questions, each a str, at least one.")
-    return asked
+    return questions
 
 
 def encoded(tokenizer: Any, prompts: Sequence[str], template: dict[str, Any]) -> list[list[int]]:
@@ -106,7 +106,7 @@ def answer(
 
 def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Answered]) -> list[int]:
     """Ids that may be the mask: named so, unused, or special, and in no text."""
-    said = {token for text in texts for token in text.ids.tolist()}
+    in_texts = {token for text in texts for token in text.ids.tolist()}
     rows = target.get_input_embeddings().weight.shape[0]
     special = {**getattr(tokenizer, "added_tokens_encoder", {})}
     special |= dict.fromkeys(map(str, getattr(tokenizer, "all_special_tokens", ())))
@@ -115,19 +115,19 @@ def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Answered]) -> list
     size = len(tokenizer)
     spare = [*range(size, min(rows, size + SPARE)), *([rows - 1] if rows > size else [])]
     found = dict.fromkeys([*named, *spare, *ids.values()])
-    return [at for at in found if at is not None and 0 <= at < rows and at not in said]
+    return [at for at in found if at is not None and 0 <= at < rows and at not in in_texts]
 
 
-def other_way(ask: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The variable of `VARIABLES` with a value at which ``ask(options)`` makes other prompts, or {}.
+def other_way(encode: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The variable of `VARIABLES` with a value at which ``encode(options)`` makes other prompts, or {}.
 
     A value that the template refuses does not count.
     """
-    asked = ask(options)
+    own = encode(options)
     for name in VARIABLES:
         for value in (False, True):
             with suppress(ValueError):
-                if ask(options | {name: value}) != asked:
+                if encode(options | {name: value}) != own:
                     return {name: value}
     return {}
 

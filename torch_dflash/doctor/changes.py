@@ -111,8 +111,8 @@ class Change:
 
     def __post_init__(self) -> None:
         if not self.fix:
-            said = ", ".join(f"{name}={value!r}" for name, value in (self.fields or {}).items())
-            object.__setattr__(self, "fix", f"set {said} in the drafter's config.json.")
+            shown = ", ".join(f"{name}={value!r}" for name, value in (self.fields or {}).items())
+            object.__setattr__(self, "fix", f"set {shown} in the drafter's config.json.")
 
     def apply(self, convention: Convention) -> Convention:
         """``convention`` with this change."""
@@ -185,8 +185,8 @@ def _embedding(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
         fields = {"input_embedding_scale": scale}
         yield Change("scale", f"scale {scale:.4g}", words, "", {"scale": scale}, fields)
     head, embedding = target.get_output_embeddings().weight, target.get_input_embeddings().weight
-    alike = head.data_ptr() == embedding.data_ptr() or drafter.config.own_head
-    if not alike and head.shape == embedding.shape:
+    shared = head.data_ptr() == embedding.data_ptr() or drafter.config.own_head
+    if not shared and head.shape == embedding.shape:
         words = "the drafter learned to be read by the target's embedding, and the target's head is another"
         fix = "every loader reads it by the head: train the drafter with that."
         yield Change("tied", "tied head", words, fix, {"tied": True})

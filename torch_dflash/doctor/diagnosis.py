@@ -52,19 +52,19 @@ class Diagnosis:
         return {name: value for one in self.changes for name, value in (one.fields or {}).items()}
 
     def __str__(self) -> str:
-        said = [str(finding) for finding in self.findings]
-        said.append(f"acceptance length {self.length:.2f}")
+        lines = [str(finding) for finding in self.findings]
+        lines.append(f"acceptance length {self.length:.2f}")
         if self.verdict == "broken":
-            said += [f"broken: {change.words}; {change.fix}" for change in self.changes]
-            said.append(f"with that: {self.better:.2f}")
+            lines += [f"broken: {change.words}; {change.fix}" for change in self.changes]
+            lines.append(f"with that: {self.better:.2f}")
         elif self.verdict == "weak":
-            said.append(
+            lines.append(
                 "weak drafter: no other convention makes it better; it needs training, on such prompts."
             )
         elif self.verdict == "healthy":
-            said.append("healthy: no other convention makes it better.")
-        said.append(self._judged())
-        return "\n".join(said)
+            lines.append("healthy: no other convention makes it better.")
+        lines.append(self._judged())
+        return "\n".join(lines)
 
     def _judged(self) -> str:
         found = self.evidence
@@ -132,9 +132,11 @@ def check_judged(target: Any, drafter: DFlashDraftModel) -> None:
         name = type(drafter).__name__
         raise TypeError(f"drafter={name}: has no conventions to be judged; pass a DFlashDraftModel.")
     rows, config = target.get_output_embeddings().weight.shape[0], drafter.config
-    alike = config.vocab_size == rows and not has_smaller_vocabulary(config)
-    known = ("sample_from_anchor", *(("markov_rank", "own_embedding", "own_head") if alike else ()))
-    refuse_extras(config, "the doctor", "compare acceptance with the drafter's card.", known)
+    whole_vocabulary = config.vocab_size == rows and not has_smaller_vocabulary(config)
+    tables = ("markov_rank", "own_embedding", "own_head") if whole_vocabulary else ()
+    refuse_extras(
+        config, "the doctor", "compare acceptance with the drafter's card.", ("sample_from_anchor", *tables)
+    )
     check_pair(target, drafter)
 
 

@@ -29,18 +29,18 @@ class Grammar:
         table: next states of the token-level automaton, for a grammar on the device.
     """
 
-    def __init__(self, source: str, tokenizer: Any, said: str, table: TokenTable | None = None):
+    def __init__(self, source: str, tokenizer: Any, shown: str, table: TokenTable | None = None):
         self.vocabulary, self.table = Vocabulary.of(tokenizer), table
-        self._source, self._said = source, said
+        self._source, self._shown = source, shown
         wrong, notes = library("llguidance").LLMatcher.validate_grammar_with_warnings(
             source, self.vocabulary.tokenizer
         )
         if wrong:
-            raise ValueError(f"{said}: llguidance refuses it: {' '.join(notes[0].split())}")
-        self.row((), self.vocabulary.size).check_beginning(said)
+            raise ValueError(f"{shown}: llguidance refuses it: {' '.join(notes[0].split())}")
+        self.row((), self.vocabulary.size).check_beginning(shown)
 
     def __repr__(self) -> str:
-        return self._said
+        return self._shown
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str, tokenizer: Any) -> Grammar:
@@ -78,14 +78,14 @@ class Grammar:
                 tokenizer. ImportError: llguidance is missing.
         """
         _check_text("pattern", pattern, "a regular expression")
-        said = f"Grammar.regex({_short(pattern)})"
+        shown = f"Grammar.regex({_short(pattern)})"
         source = library("llguidance").LLMatcher.grammar_from_regex(pattern)
-        plain = cls(source, tokenizer, said)
+        plain = cls(source, tokenizer, shown)
         if not device:
             return plain
         table = token_table(pattern, plain.vocabulary.spelt)
-        check_same(table, source, plain.vocabulary, said)
-        return cls(source, tokenizer, said, table)
+        check_same(table, source, plain.vocabulary, shown)
+        return cls(source, tokenizer, shown, table)
 
     @classmethod
     def lark(cls, text: str, tokenizer: Any) -> Grammar:
@@ -144,7 +144,7 @@ def _check_text(name: str, value: Any, kind: str) -> None:
 
 def _short(value: object) -> str:
     try:
-        said = repr(value)
+        text = repr(value)
     except RecursionError:
-        said = f"{type(value).__name__} nested too deeply to be shown"
-    return said if len(said) <= 80 else f"{said[:77]}..."
+        text = f"{type(value).__name__} nested too deeply to be shown"
+    return text if len(text) <= 80 else f"{text[:77]}..."

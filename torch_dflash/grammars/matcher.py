@@ -74,12 +74,12 @@ class MatcherRow:
         if not whole:
             raise refused(self._number, answer[place], place)
 
-    def check_beginning(self, said: str) -> None:
+    def check_beginning(self, shown: str) -> None:
         """Raise ``ValueError`` if neither a first token nor the empty text is allowed."""
         bits = self.allowed([], [], self._words_known)[0]
         if self._error or not (bits.any() or self._matcher.is_accepting()):
             why = self._error or "no text of it can be spelt with the tokenizer's ids"
-            raise ValueError(f"{said}: no token may come first: {why}.")
+            raise ValueError(f"{shown}: no token may come first: {why}.")
 
     def _go_to(self, answer: list[int]) -> bool:
         """Whether the matcher reaches the end of ``answer``; else it stops where the grammar ends."""

@@ -27,17 +27,17 @@ def byte_automaton(pattern: str, most: int) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: a pattern that is not read here, or one of more than ``most`` states.
     """
-    said = f"Grammar.regex({pattern!r}, device=True)"
+    shown = f"Grammar.regex({pattern!r}, device=True)"
     try:
         tree = read_pattern(pattern)
         return _Sets(_Edges(tree)).listed(most)
     except ValueError as error:
-        raise ValueError(f"{said}: {error}; pass device=False.") from None
+        raise ValueError(f"{shown}: {error}; pass device=False.") from None
     except RecursionError:
-        raise ValueError(f"{said}: its groups are nested too deeply; pass device=False.") from None
+        raise ValueError(f"{shown}: its groups are nested too deeply; pass device=False.") from None
     except _TooLarge:
         why = f"it has {most} states of bytes or more, or would take too long to build"
-        raise ValueError(f"{said}: {why}; pass device=False, or a simpler pattern.") from None
+        raise ValueError(f"{shown}: {why}; pass device=False, or a simpler pattern.") from None
 
 
 class _Edges:

@@ -67,10 +67,10 @@ class TableRow:
                 raise refused(self._number, token, place)
             state = following
 
-    def check_beginning(self, said: str) -> None:
+    def check_beginning(self, shown: str) -> None:
         """Raise ``ValueError`` if no token may come first and the empty text is not allowed."""
         if not (self.table.following[FIRST].any() or self.table.accepts[FIRST]):
-            raise ValueError(f"{said}: no token may come first: the tokenizer's ids spell no text of it.")
+            raise ValueError(f"{shown}: no token may come first: the tokenizer's ids spell no text of it.")
 
 
 def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
@@ -83,9 +83,9 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     letters, letter_of = np.unique(
         step, axis=1, return_inverse=True
     )  # classes of bytes with equal next states
-    alike = bytes(letter_of.reshape(-1).tolist())
+    letter_codes = bytes(letter_of.reshape(-1).tolist())
     never = bytes(np.flatnonzero((step == DEAD).all(axis=0)).tolist())
-    texts = [text.translate(alike, never) for text in spelt]
+    texts = [text.translate(letter_codes, never) for text in spelt]
     texts = [b"" if len(text) < len(given) else text for text, given in zip(texts, spelt, strict=True)]
     words = {text: at for at, text in enumerate(dict.fromkeys(texts))}
     columns = np.ascontiguousarray(_walk(letters, list(words)).T)  # [words, states]
@@ -109,7 +109,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     return TokenTable(following, class_of, accepts, allowed)
 
 
-def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str) -> None:
+def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, shown: str) -> None:
     """Raise ``ValueError`` unless each state of ``table`` allows the tokens of ``source``'s matcher.
 
     A state is compared after the first text that leads to it.
@@ -126,7 +126,7 @@ def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str
         taken = (token not in ends and matched.takes(texts[state], token) for token in further.tolist())
         if (theirs & ~allowed[state]).any() or not all(taken):
             raise ValueError(
-                f"{said}: after ids {texts[state]} the table and llguidance read it differently; write it "
+                f"{shown}: after ids {texts[state]} the table and llguidance read it differently; write it "
                 "out ([0-9] for a digit, [a-z] for a letter), or pass device=False."
             )
         for kind, to in enumerate(table.following[state].tolist()):

@@ -68,9 +68,9 @@ def find(name: str) -> Checkpoint:
     named = {row.name: row for row in checkpoints}
     if name in named:
         return named[name]
-    asked = str(name).lower()
-    near = [row.name for row in checkpoints if asked in (str(row.drafter).lower(), str(row.target).lower())]
-    near = near or get_close_matches(asked, named, NEAR) or [one for one in named if asked in one][:NEAR]
+    wanted = str(name).lower()
+    near = [row.name for row in checkpoints if wanted in (str(row.drafter).lower(), str(row.target).lower())]
+    near = near or get_close_matches(wanted, named, NEAR) or [one for one in named if wanted in one][:NEAR]
     meant = f"did you mean {', '.join(map(repr, near))}?" if near else "none is like it."
     raise ValueError(f"name={name!r}: no published pair; {meant} `torch-dflash list` shows them all.")
 

@@ -122,8 +122,8 @@ def _read() -> tuple[Checkpoint, ...]:
 
 def _row(raw: dict[str, Any], family: dict[str, Any], sources: dict[str, str]) -> Checkpoint:
     taps = raw.get("target_layer_ids")
-    said = {name: sources[source] for source, names in raw["sources"].items() for name in names}
-    made: dict[str, Any] = {"target_layer_ids": None if taps is None else tuple(taps), "sources": said}
+    by_field = {name: sources[source] for source, names in raw["sources"].items() for name in names}
+    made: dict[str, Any] = {"target_layer_ids": None if taps is None else tuple(taps), "sources": by_field}
     return Checkpoint(**raw | made, decoded=family.get("decoded"), refused_for=family.get("why"))
 
 

@@ -88,7 +88,9 @@ def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int)
         template=template,
     )
     return [
-        Answer(asked.source, asked.messages, asked.response, template) for batch in batches for asked in batch
+        Answer(exchange.source, exchange.messages, exchange.response, template)
+        for batch in batches
+        for exchange in batch
     ]
 
 
