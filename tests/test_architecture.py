@@ -296,7 +296,7 @@ def test_both_packages_keep_to_their_lines():
 OPTION_NAMES = {
     "options",
     "given",
-    "asked",
+    "requested",
     "named",
     "kwargs",
     "model_kwargs",
@@ -326,7 +326,7 @@ def test_options_are_changed_nowhere_below_their_one_reader():
     below = [name for name in MODULES if name.startswith(READERS) and name != "torch_dflash.requests.read"]
     found = {name: [*changes_of_options(ast.parse(MODULES[name].read_text()))] for name in below}
     assert len(below) > 30 and not {name: lines for name, lines in found.items() if lines}
-    assert sorted(changes_of_options(ast.parse("options.pop('seed')\ndel given[1]\nasked['a'] = 2"))) == [
+    assert sorted(changes_of_options(ast.parse("options.pop('seed')\ndel given[1]\nrequested['a'] = 2"))) == [
         1,
         2,
         3,

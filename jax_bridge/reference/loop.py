@@ -1,7 +1,7 @@
-"""Greedy DFlash decoding of ragged batches: a prompt, then rounds, each one pure function of a state.
+"""Greedy DFlash decoding of ragged batches: prefill and round are pure functions of a state.
 
-A round drafts a block in one pass, scores it with the target in one pass, and keeps the longest prefix of the
-target's own tokens, plus the target's next token (arXiv 2602.06036).
+A round drafts a block in one pass, scores the block with the target in one pass, and keeps the longest prefix
+of the target's own tokens, plus the target's next token (arXiv 2602.06036).
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_t
 
 
 class Models(NamedTuple):
-    """The two configs: hashable, a static argument."""
+    """The two configs: hashable, so `jax.jit` takes them as a static argument."""
 
     target: TargetConfig
     drafter: DrafterConfig
@@ -64,7 +64,7 @@ def empty_state(
 ) -> State:
     """A state without prompts: all zeros, every row live. ``slots`` S must exceed a row's limit by W.
 
-    ``cache`` is the target's, empty; None: a static one.
+    ``cache`` is the target's empty cache; None: a static cache.
     """
     zeros = jnp.zeros(batch, jnp.int32)
     drafter = models.drafter
@@ -125,7 +125,7 @@ def draft_block(models: Models, weights: PairParams, state: State) -> Drafted:
 
 
 def decode_round(models: Models, weights: PairParams, state: State) -> State:
-    """One round: every row that is not done gains between 1 and W tokens."""
+    """One round: every row that is not done commits 1 to W tokens."""
     target, drafter = models
     drafted = draft_block(models, weights, state)
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
@@ -170,7 +170,7 @@ def start(
         prompts: token ids of each row.
         max_new_tokens: most new tokens of a row.
         stop_ids: ids after which a row ends.
-        cache: the target's, empty, such as from `empty_pages`; consumed. None: a static one.
+        cache: the target's empty cache, such as from `empty_pages`; consumed. None: a static cache.
     """
     lengths = [len(prompt) for prompt in prompts]
     slots = max(lengths) + max_new_tokens + models.drafter.block_size

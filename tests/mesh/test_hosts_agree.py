@@ -198,10 +198,10 @@ def interrupt(*given):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("step", ["put_bytes", "put", "meet", "entries", "drop"])
+@pytest.mark.parametrize("step", ["put_bytes", "put", "barrier", "entries", "drop"])
 def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
     put = shelves[0].put
-    monkeypatch.setattr(shelves[0], "meet", lambda *given: None)
+    monkeypatch.setattr(shelves[0], "barrier", lambda *given: None)
     of_calls = lambda key, *given: (interrupt if "calls" in key else put)(key, *given)  # noqa: E731
     monkeypatch.setattr(shelves[0], step, of_calls if step == "put" else interrupt)
     this = Hosts(shelves[0], Watch(shelves[0]))

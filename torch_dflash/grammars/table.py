@@ -22,9 +22,9 @@ class TokenTable:
 
     Attributes:
         following: int32 [states, classes]; `DEAD` where a token of the class may not follow.
-        class_of: int32 [V], of each token of the tokenizer; class 0 may never follow.
+        class_of: int32 [V], the class of each token of the tokenizer; tokens of class 0 never follow.
         accepts: bool [states], whether the text is complete.
-        allowed: bits [states, words] of the allowed tokens; all in `DEAD`, where picks are cut.
+        allowed: bits [states, words] of the allowed tokens; in `DEAD`, whose picks are cut, all tokens.
     """
 
     following: np.ndarray
@@ -42,7 +42,7 @@ class TableRow:
         self.table, self._stops, self._number = table, frozenset(stop_ids), number
 
     def arrays(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(``following``, ``class_of`` for ``vocab_size`` ids, ``allowed`` for them, with the stop ids)."""
+        """(``following``, ``class_of`` and ``allowed`` for ``vocab_size`` ids, with the stop ids)."""
         table, classes = self.table, np.zeros(vocab_size, np.int32)
         classes[: len(table.class_of)] = table.class_of
         classes[list(self._stops)] = 0
@@ -77,7 +77,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     """The automaton of ``pattern`` (Rust's regex syntax) over tokens with the bytes ``spelt``; b"": no text.
 
     Raises:
-        ValueError: a pattern that is not read here, or too large tables.
+        ValueError: the pattern is not read here, or its tables are too large.
     """
     step, accepts = byte_automaton(pattern, MOST_STATES)
     letters, letter_of = np.unique(
@@ -97,7 +97,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     following = columns[first[order]].T.astype(np.int32)
     class_of = np.argsort(order)[class_of[1:]].astype(np.int32)[[words[text] for text in texts]]
     alive = accepts.copy()
-    while True:  # states from which the end can be spelt
+    while True:  # find the states from which tokens can spell an end
         more = alive | (alive[following] & (following != DEAD)).any(axis=1)
         if (more == alive).all():
             break
@@ -120,7 +120,7 @@ def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, shown: st
     example = {kind: token for token, kind in enumerate(class_of.tolist())}
     texts: dict[int, list[int]] = {FIRST: []}
     waiting = [FIRST]
-    for state in waiting:  # which grows
+    for state in waiting:  # the loop appends to it
         theirs = matched.allowed(texts[state], [], allowed.shape[1])[0]
         further = np.flatnonzero(np.unpackbits((allowed[state] & ~theirs).view(np.uint8), bitorder="little"))
         taken = (token not in ends and matched.takes(texts[state], token) for token in further.tolist())

@@ -88,8 +88,8 @@ def _read_rules(items: list[Any], call: TransformersCall) -> dict[str, Any]:
         return options
     # Both apply, and as options the one would replace the other.
     least = max(options["min_length"] - call.width, options.get("min_new_tokens", 0), 0)
-    del options["min_length"]
-    return options | {"min_new_tokens": least}
+    others = {name: value for name, value in options.items() if name != "min_length"}
+    return others | {"min_new_tokens": least}
 
 
 def _commute(earlier: Any, item: Any) -> bool:
