@@ -92,7 +92,7 @@ class Grammar:
         """A context-free grammar in llguidance's form of Lark's syntax (EBNF); the first rule is ``start``.
 
         Raises:
-            ValueError: llguidance refuses the text, or no token begins an answer. TypeError: no fast tokenizer.
+            ValueError: llguidance refuses it, or no token begins an answer. TypeError: no fast tokenizer.
             ImportError: llguidance is missing.
         """
         _check_text("text", text, "a Lark grammar")
