@@ -161,7 +161,7 @@ class Judge:
         rows: Float[Tensor, "B A N H"],
         words: Int[Tensor, " V"] | None = None,
     ) -> Float[Tensor, "B A N V"]:
-        """Logits of the states ``rows`` for all tokens or ``words``, given the true tokens before each row."""
+        """Logits of the states ``rows`` for all tokens or ``words``, given the true tokens before them."""
         logits, markov = twin.logits(rows, self._head(convention, words)), twin.markov_head
         if markov is None:
             return logits
