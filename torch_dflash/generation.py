@@ -256,10 +256,9 @@ def prepare(
         return PreparedCall(target, drafter, request, made)
 
     check_models(target, drafter)
-    requested = options.get("mesh")
-    runtime, replicas = options.get("runtime", "xla"), options.get("replicas", 1)
-    check_mesh(requested, runtime, replicas)
-    mesh = mesh_of(target, requested, replicas)
+    wanted, runtime, replicas = options.get("mesh"), options.get("runtime", "xla"), options.get("replicas", 1)
+    check_mesh(wanted, runtime, replicas)
+    mesh = mesh_of(target, wanted, replicas)
     if (hosts := hosts_of(runtime, mesh, replicas)) is None:
         return read(input_ids, attention_mask, options)
 

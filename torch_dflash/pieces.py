@@ -64,13 +64,9 @@ def stream(
     Raises:
         TypeError, ValueError: bad input, raised by this call and not at the first piece.
     """
-    requested = {
-        "tokenizer": tokenizer,
-        "rounds_per_chunk": rounds_per_chunk,
-        "return_dict_in_generate": True,
-    }
-    requested |= options | {"processors": processors, "runtime": runtime}
-    call = prepare("stream", target, drafter, input_ids, attention_mask, requested)
+    wanted = {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
+    wanted |= options | {"processors": processors, "runtime": runtime}
+    call = prepare("stream", target, drafter, input_ids, attention_mask, wanted)
     check_streamed(call.request.logprobs)
     gains = call.engine().gains(call.request)
     rows = len(call.request.rows)

@@ -36,13 +36,11 @@ def check_arithmetic(platform: str, mesh: bool, compute: str = "auto", quantize:
     """
     if (compute, quantize) == ("auto", None):
         return
-    shown, requested = f"compute={compute!r}, quantize={quantize!r}", quantize or compute
+    shown, chosen = f"compute={compute!r}, quantize={quantize!r}", quantize or compute
     if mesh:
         raise ValueError(f"{shown} with a mesh: decode on one device (leave mesh out), or leave them out.")
-    if requested not in ARITHMETIC.get(platform, {}):
-        able = " and ".join(
-            f"{name.upper()}s" for name, formats in ARITHMETIC.items() if requested in formats
-        )
+    if chosen not in ARITHMETIC.get(platform, {}):
+        able = " and ".join(f"{name.upper()}s" for name, formats in ARITHMETIC.items() if chosen in formats)
         raise ValueError(
             f"{shown}: so far only {able} have products in another type, and JAX's device is a {platform}; "
             "leave them out."

@@ -72,7 +72,7 @@ class Conversation:
 
     def __init__(self, chat: Chat, job: Job):
         self.chat, self.job, self.turns = chat, job, 0
-        self.read = self.drafted = self.new_tokens = 0  # tokens of all turns
+        self.read = self.drafted = self.new = 0  # tokens of all turns
         self.reset()
 
     def talk(self) -> int:
@@ -146,7 +146,7 @@ class Conversation:
                 if stop.is_set():
                     break
         printer.end()
-        self.new_tokens, self.turns = self.new_tokens + new_tokens, self.turns + 1
+        self.new, self.turns = self.new + new_tokens, self.turns + 1
         if new_tokens:
             assert self.chat.message is not None and self.chat.stats is not None
             self.messages = [*messages, self.chat.message]
@@ -167,8 +167,7 @@ class Conversation:
             f"last answer: {stats.prefilled} prompt tokens read, {stats.new_tokens} new | acceptance length "
             f"{stats.mean_acceptance_length:.2f} | TTFT {stats.time_to_first_token * 1e3:.1f} ms | TPOT "
             f"{float('nan') if tpot is None else tpot * 1e3:.2f} ms\n"
-            f"all {self.turns}: {self.read} prompt tokens read, {self.new_tokens} new, "
-            f"{self.drafted} drafted",
+            f"all {self.turns}: {self.read} prompt tokens read, {self.new} new, {self.drafted} drafted",
             file=sys.stderr,
         )
 

@@ -98,43 +98,41 @@ class Parts:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-def compare_methods(arguments: SimpleNamespace, texts: list[tuple[str, str]]) -> int:
-    """Ask all ``texts`` (kind, question), print and write the figures; returns the exit status."""
+def compare_methods(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> int:
+    """Ask all ``questions`` (kind, text), print and write the figures; returns the exit status."""
     parts, dtype, place = Parts(), getattr(torch, arguments.dtype), place_of(arguments.device)
     if place.type != "cpu" and place.index is not None:
         torch.accelerator.set_device_index(place.index)  # the one that figures name
     with parts.timed("load"):
         loaded: Any = load_demo_pair(dtype)
         target, drafter, tokenizer = loaded[0].to(place), loaded[1].to(place), loaded[2]
-    longest, questions = longest_prompt(arguments.max_new_tokens, target), []
-    for kind, question in texts:
+    longest, items = longest_prompt(arguments.max_new_tokens, target), []
+    for kind, question in questions:
         ids = encode(tokenizer, [{"role": "user", "content": question}])
         check_prompt_length(ids, longest)
-        questions.append(Question(kind, question, torch.tensor([ids], device=place)))
+        items.append(Question(kind, question, torch.tensor([ids], device=place)))
     pair = f"{type(target).__name__} and its drafter, {arguments.dtype}"
     pair += f", products in {arguments.quantize}" if arguments.quantize else ""
     print(f"{pair}; runtime {arguments.runtime}; {hardware()}\n", flush=True)
-    arguments.verify_width = arguments.verify_width or (
-        "auto" if questions[1:] else drafter.config.block_size
-    )
-    methods = _methods(arguments, target, drafter, tokenizer, questions, parts)
+    arguments.verify_width = arguments.verify_width or ("auto" if items[1:] else drafter.config.block_size)
+    methods = _methods(arguments, target, drafter, tokenizer, items, parts)
     for turn in range(arguments.repeats):  # of all questions: an engine learns from what it has just drafted
-        for number, one in enumerate(questions):
+        for number, one in enumerate(items):
             if turn == 0:
                 print(f"Q ({one.kind}): {one.question}\n", flush=True)
             with parts.timed("decode"):
                 ask(one, methods, tokenizer, arguments.max_new_tokens, show=number < len(QUESTIONS))
-    for one in questions:
+    for one in items:
         one.note_ties(target)
-    same = report(questions, arguments.dtype, parts)
+    same = report(items, arguments.dtype, parts)
     if arguments.json:
         names = ("dtype", "quantize", "runtime", "drafts", "verify_width", "repeats")
         options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
         options |= {"draft_vocabulary": len(load_demo_draft_ids()), "device": str(place)}
         options |= {"threads": torch.get_num_threads()}
-        write_results(arguments.json, options | figures_of(questions, parts))
+        write_results(arguments.json, options | figures_of(items, parts))
     if arguments.png:
-        firsts = {name: own[0].pieces[1:] for name, own in questions[0].answers.items() if name in DRAFTED}
+        firsts = {name: own[0].pieces[1:] for name, own in items[0].answers.items() if name in DRAFTED}
         lengths = {name: list(map(len, pieces)) for name, pieces in firsts.items()}
         draw_timeline(arguments.png, lengths, drafter.config.block_size)
     return 0 if same else 1
@@ -146,12 +144,7 @@ def _capacity(needed: int, target: Any) -> int:
 
 
 def _methods(
-    arguments: SimpleNamespace,
-    target: Any,
-    drafter: Any,
-    tokenizer: Any,
-    questions: list[Question],
-    parts: Parts,
+    arguments: SimpleNamespace, target: Any, drafter: Any, tokenizer: Any, items: list[Question], parts: Parts
 ) -> dict[str, Method]:
     """The methods by name, warm: nothing compiles any more, and the cost of each width is known.
 
@@ -159,7 +152,7 @@ def _methods(
     """
     stops, new = default_stop_ids(target, tokenizer), arguments.max_new_tokens
     options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False, "rounds_per_chunk": 1}
-    longest = max(one.ids.shape[1] for one in questions)
+    longest = max(one.ids.shape[1] for one in items)
     options |= {"max_length": _capacity(longest + new, target), "prefill_chunk_size": MIN_BUCKET}
     options |= {"quantize": arguments.quantize}
     narrow = with_draft_vocabulary(drafter, target, load_demo_draft_ids())  # transformers' loop knows none
@@ -173,7 +166,7 @@ def _methods(
         for engine in engines.values():
             engine.warmup()
     methods = {name: ours(engine, stops) for name, engine in engines.items()}
-    several, generate = len(questions) > 1, transformers_own(target, stops)
+    several, generate = len(items) > 1, transformers_own(target, stops)
     few: Method = lambda ids, most, show: generate(ids, min(most, FEW), show)  # noqa: E731
     methods[TRANSFORMERS.format(arguments.dtype)] = generate if several else few
     if several and arguments.dtype != "float32":
@@ -189,7 +182,7 @@ def _methods(
         for name, method in methods.items():
             bar.set_description(f"warm up: {name}")
             tokens = 16 if arguments.verify_width == "auto" and name in DRAFTED else 3
-            method(questions[0].ids, min(new, tokens), lambda piece: None)
+            method(items[0].ids, min(new, tokens), lambda piece: None)
             bar.update()
     return methods
 
@@ -212,16 +205,14 @@ def ask(one: Question, methods: dict[str, Method], tokenizer: Any, new: int, sho
             print()
 
 
-def report(questions: list[Question], dtype: str, parts: Parts) -> bool:
+def report(items: list[Question], dtype: str, parts: Parts) -> bool:
     """Print the table and the sentence; returns whether our texts are those of plain decoding."""
-    rows = _rows(questions)
+    rows = _rows(items)
     drafted = [row for row in rows if row["method"] in DRAFTED]
-    print(_sentence(rows, drafted[0], " (median)" if len(questions) > 1 else "") + "\n")
+    print(_sentence(rows, drafted[0], " (median)" if len(items) > 1 else "") + "\n")
     print(f"{'':34}{'tokens a pass':>14}{'tok/s':>8}{'vs plain':>10}{'(quartiles)':>14}  same text")
     for row in rows:
-        spread = (
-            "({:.2f}..{:.2f})".format(*row["quartiles"]) if row["quartiles"] and len(questions) > 1 else ""
-        )
+        spread = "({:.2f}..{:.2f})".format(*row["quartiles"]) if row["quartiles"] and len(items) > 1 else ""
         length, speed = _number(row["acceptance_length"], 14), _number(row["tokens_per_second"], 8, 1)
         print(
             f"{row['method']:34}{length}{speed}"
@@ -233,7 +224,7 @@ def report(questions: list[Question], dtype: str, parts: Parts) -> bool:
     print("\ntime: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     for row in drafted:
         if row["ties"]:
-            count = f"{row['ties']} of {len(questions)} texts of {row['method']}"
+            count = f"{row['ties']} of {len(items)} texts of {row['method']}"
             print(f"\n{count} part from plain decoding's where two tokens have the same logit in {dtype}.")
     return all(row["same_text"] for row in drafted)
 
@@ -260,11 +251,11 @@ def _number(value: float | None, width: int, digits: int = 2) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
 
 
-def figures_of(questions: list[Question], parts: Parts) -> dict[str, Any]:
+def figures_of(items: list[Question], parts: Parts) -> dict[str, Any]:
     """The figures of all questions together and of each question, for JSON."""
     return {
         "seconds": parts.seconds,
-        "rows": _rows(questions),
+        "rows": _rows(items),
         "questions": [
             {
                 "kind": one.kind,
@@ -272,24 +263,22 @@ def figures_of(questions: list[Question], parts: Parts) -> dict[str, Any]:
                 "rows": _rows([one]),
                 "token_seconds": {name: one.times(name) for name in one.answers},
             }
-            for one in questions
+            for one in items
         ],
     }
 
 
-def _rows(questions: list[Question]) -> list[dict[str, Any]]:
+def _rows(items: list[Question]) -> list[dict[str, Any]]:
     """One row per method: tokens a pass (of first answers), tokens a second, the median speed-up.
 
     None where all answers have one token, which comes with the prompt's pass.
     """
     rows = []
-    for name in questions[0].answers:
-        answers = [one.answers[name][0] for one in questions]
-        timed = [one for one in questions if one.times(name) and one.times(PLAIN)]
-        speedups = sorted(one.seconds(PLAIN) / one.seconds(name) for one in timed)
-        quartiles = (
-            statistics.quantiles(speedups, n=4, method="inclusive") if len(speedups) > 1 else speedups * 3
-        )
+    for name in items[0].answers:
+        answers = [one.answers[name][0] for one in items]
+        timed = [one for one in items if one.times(name) and one.times(PLAIN)]
+        ratios = sorted(one.seconds(PLAIN) / one.seconds(name) for one in timed)
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         later = [len(piece) for answer in answers for piece in answer.pieces[1:]]
         counts = [sum(map(len, one.answers[name][0].pieces[1:])) for one in timed]
         spent = sum(one.seconds(name) * count for one, count in zip(timed, counts, strict=True))
@@ -299,10 +288,10 @@ def _rows(questions: list[Question]) -> list[dict[str, Any]]:
                 "acceptance_length": sum(later) / len(later) if later else None,
                 "tokens_per_second": sum(counts) / spent if spent else None,
                 "new_tokens": sum(len(answer.tokens) for answer in answers),
-                "speedup": statistics.median(speedups) if speedups else None,
-                "quartiles": [quartiles[0], quartiles[2]] if speedups else None,
-                "same_text": all(one.same(name) for one in questions),
-                "ties": sum(any(answer in one.ties for answer in one.answers[name]) for one in questions),
+                "speedup": statistics.median(ratios) if ratios else None,
+                "quartiles": [quartiles[0], quartiles[2]] if ratios else None,
+                "same_text": all(one.same(name) for one in items),
+                "ties": sum(any(answer in one.ties for answer in one.answers[name]) for one in items),
             }
         )
     return rows

@@ -64,15 +64,13 @@ class Item:
     seed: int | None = None
 
 
-def read_items(
-    data: bytes, encode: Callable[[list], list[int]], longest_prompt: int, arguments: Any
-) -> list[Item]:
+def read_items(data: bytes, encode: Callable[[list], list[int]], longest: int, arguments: Any) -> list[Item]:
     """Encode every line that is not blank; a bad line keeps its place with an ``error``.
 
     Args:
         data: the whole input.
         encode: chat messages to prompt ids.
-        longest_prompt: the most tokens of a prompt.
+        longest: the most tokens of a prompt.
         arguments: the command's, which all lines share.
     """
     items = []
@@ -93,7 +91,7 @@ def read_items(
             if "prompt" not in record and not asks(messages):
                 raise UserError(f"{_shown(record)}: no user says a word in it; give one text of a user.")
             item.ids = encode(messages)
-            check_prompt_length(item.ids, longest_prompt)
+            check_prompt_length(item.ids, longest)
         except UserError as error:
             item.error = f"line {number}: {one_line(error)}"
     return items

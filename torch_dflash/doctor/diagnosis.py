@@ -132,11 +132,9 @@ def check_judged(target: Any, drafter: DFlashDraftModel) -> None:
         name = type(drafter).__name__
         raise TypeError(f"drafter={name}: has no conventions to be judged; pass a DFlashDraftModel.")
     rows, config = target.get_output_embeddings().weight.shape[0], drafter.config
-    whole_vocabulary = config.vocab_size == rows and not has_smaller_vocabulary(config)
-    tables = ("markov_rank", "own_embedding", "own_head") if whole_vocabulary else ()
-    refuse_extras(
-        config, "the doctor", "compare acceptance with the drafter's card.", ("sample_from_anchor", *tables)
-    )
+    whole = config.vocab_size == rows and not has_smaller_vocabulary(config)
+    known = ("sample_from_anchor", *(("markov_rank", "own_embedding", "own_head") if whole else ()))
+    refuse_extras(config, "the doctor", "compare acceptance with the drafter's card.", known)
     check_pair(target, drafter)
 
 

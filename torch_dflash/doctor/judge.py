@@ -110,9 +110,7 @@ class Judge:
         counts = torch.zeros(rows.shape[1], dtype=torch.int32, device=rows.device)
         alive = torch.arange(rows.shape[1], device=rows.device)
         before, head = gather_rows(batch.ids, batch.anchors[..., None])[0, :, 0], self._head(convention)
-        for row in range(
-            self.width - 1
-        ):  # the head is most of the work, and only rows whose drafts were right so far need it
+        for row in range(self.width - 1):  # the head is most of the work, and few rows need it
             tokens = twin.choose(rows[0, alive, row : row + 1], before[alive], head)[:, 0]
             alive = alive[(tokens == wanted[0, alive, row]) & known[0, alive, row]]
             before = wanted[0, :, row]
@@ -125,9 +123,7 @@ class Judge:
         """Log-likelihood in nats of the target's tokens, among the tokens that occur in the texts."""
         wanted, known = block_targets(batch, self.width)
         logits = self.read(twin, convention, batch, rows, self._words)[0].float()
-        logits = torch.where(
-            torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0
-        )  # all tokens equally likely
+        logits = torch.where(torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0)  # no evidence
         at = torch.searchsorted(self._words, wanted[0].long())[..., None]
         nats = [
             ((logits / heat).log_softmax(dim=-1).gather(-1, at)[..., 0] * known[0]).sum(dim=1)
@@ -216,9 +212,7 @@ def record(target: Any, texts: Sequence[Answered]) -> list[Tapped]:
     """
     blocks = blocks_of(target)
     check_tappable(target, blocks)
-    skeleton = build_skeleton(
-        target, target.config._attn_implementation
-    )  # hooks go into a copy, not the model
+    skeleton = build_skeleton(target, target.config._attn_implementation)  # takes the hooks, not the model
     tensors, outputs, found = collect_tensors(skeleton, target, ""), {}, []
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:

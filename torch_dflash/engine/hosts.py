@@ -295,9 +295,8 @@ class HostsEngine(Engine):
         read = partial(super()._read, what, streamer=streamer)
         check_entry(self.pair, self.options.runtime)
         digest = lambda found: digest_of(found) | self.bits()  # noqa: E731
-        return read_broadcast(
-            self.hosts, what, self._facts, (input_ids, attention_mask, options), read, digest
-        )
+        given = input_ids, attention_mask, options
+        return read_broadcast(self.hosts, what, self._facts, given, read, digest)
 
     def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
         return lockstep(self.hosts, super()._steps(generation), lambda: generation.over, streamed)

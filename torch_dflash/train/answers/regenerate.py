@@ -88,9 +88,7 @@ def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int)
         template=template,
     )
     return [
-        Answer(exchange.source, exchange.messages, exchange.response, template)
-        for batch in batches
-        for exchange in batch
+        Answer(item.source, item.messages, item.response, template) for batch in batches for item in batch
     ]
 
 
