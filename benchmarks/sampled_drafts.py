@@ -28,7 +28,7 @@ class Likeliest(DFlashProposer):
         super().__init__(drafter)
         self.drafter: Any = drafter
 
-    def draft(self, pstate, anchor, length, embed, head, asked):
+    def draft(self, pstate, anchor, length, embed, head, request):
         return self.propose(pstate, anchor, length, embed, head)
 
 

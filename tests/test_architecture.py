@@ -306,7 +306,7 @@ def test_both_packages_keep_to_their_lines():
 
 
 # The names of mappings of a call's options below the one reader.
-OPTION_NAMES = {*"options given asked named kwargs model_kwargs built own bound call made".split()}
+OPTION_NAMES = {*"options given requested named kwargs model_kwargs built own bound call made".split()}
 READERS = ("torch_dflash.engine", "torch_dflash.requests", "torch_dflash.integrations")
 
 
@@ -327,7 +327,7 @@ def test_options_are_changed_nowhere_below_their_one_reader():
     below = [name for name in MODULES if name.startswith(READERS) and name != "torch_dflash.requests.read"]
     found = {name: [*changes_of_options(ast.parse(MODULES[name].read_text()))] for name in below}
     assert len(below) > 30 and not {name: lines for name, lines in found.items() if lines}
-    assert sorted(changes_of_options(ast.parse("options.pop('seed')\ndel given[1]\nasked['a'] = 2"))) == [
+    assert sorted(changes_of_options(ast.parse("options.pop('seed')\ndel given[1]\nrequested['a'] = 2"))) == [
         1,
         2,
         3,

@@ -95,7 +95,7 @@ def right_padding_leaks(patch):
     """Rows see K/V of the prompt's padding, up to the end of the first chunk, like context."""
     attend = block_attention.grouped_attention
 
-    def propose(original, self, pstate, anchor, length, embed, head, asked=None):
+    def propose(original, self, pstate, anchor, length, embed, head, request=None):
         def leaking(query, parts, scale, sinks, softcap=None):
             context, block = parts
             slot = torch.arange(context.key.shape[2])
@@ -105,7 +105,7 @@ def right_padding_leaks(patch):
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(block_attention, "grouped_attention", leaking)
-            return original(self, pstate, anchor, length, embed, head, asked)
+            return original(self, pstate, anchor, length, embed, head, request)
 
     around(DFlashProposer, "propose", propose)(patch)
 

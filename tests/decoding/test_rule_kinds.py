@@ -10,7 +10,7 @@ from support.versions import BIASES_ZERO
 from transformers.generation import logits_process as theirs
 
 from torch_dflash.processors.interface import Text, process
-from torch_dflash.requests.rules import KINDS, Batch, arranged, asked_processors, options_of_rules
+from torch_dflash.requests.rules import KINDS, Batch, arranged, options_of_rules, requested_processors
 
 VOCAB, WIDTH, SLOTS = 9, 4, 24
 ids = st.integers(0, VOCAB - 1)
@@ -63,7 +63,7 @@ def ours(options, prompts, blocks, cap, memory_takes=lambda count: count):
     """Logits [B, M, V] of rows that follow each prompt and ``blocks``, processed and raw."""
     rows, starts = len(prompts), [len(prompt) for prompt in prompts]
     batch = Batch(max(starts), [cap] * rows, [(0,)] * rows, True, VOCAB)
-    asked = asked_processors(options, batch)
+    asked = requested_processors(options, batch)
     kinds = arranged([*asked])
     memories = [kind.start(kind.values(asked[kind], starts), VOCAB) for kind in kinds]
     tokens = torch.zeros(rows, SLOTS, dtype=torch.int32)

@@ -33,8 +33,8 @@ class FavourId(Forgetful):
     reads_text = False
     options = (Option("favoured_id", -1, lambda v: v >= 0, "an id", per_row=True, ours=True),)
 
-    def values(self, asked, starts):
-        return column(asked, -1, torch.int32)
+    def values(self, requested, starts):
+        return column(requested, -1, torch.int32)
 
     def __call__(self, memory, text, logits):
         ids = torch.arange(logits.shape[-1], device=logits.device)

@@ -396,7 +396,7 @@ def test_a_tree_may_hold_ids_that_no_token_has(pair, batch):
 @pytest.mark.parametrize("kind", ["regex", "table"])
 def test_an_error_names_the_row_of_the_call_where_a_replica_has_some_of_them(kind):
     batch = Batch(1, [4] * 2, [(STOP,)] * 2, False, VOCAB)
-    asked = GrammarMatcher.asked({"grammar": [None, make_grammar(kind)]}, batch)
+    asked = GrammarMatcher.read_options({"grammar": [None, make_grammar(kind)]}, batch)
     grammar = next(values[1] for _, values in asked if values[1] is not None)
     with refuses(ValueError, "row 1: token 0, new token 0"):
         grammar.check([STOP])

@@ -18,7 +18,7 @@ import jax_bridge.hosts.watch as watch
 from jax_bridge.hosts.hosts import Hosts, Lead, spanning
 from jax_bridge.hosts.watch import OVER, Watch
 from jax_bridge.mesh.shape import devices_of
-from torch_dflash.engine.hosts import READ, packed, read_alike, read_together, unpacked
+from torch_dflash.engine.hosts import READ, packed, read_broadcast, read_compared, unpacked
 from torch_dflash.requests.request import UNSET
 
 
@@ -55,7 +55,7 @@ class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary f
         for other in [one for one in self._kept if one == key or one.startswith(f"{key}/")]:
             del self._kept[other]
 
-    def meet(self, name, seconds):
+    def barrier(self, name, seconds):
         with self._change:
             if not self._change.wait_for(lambda: len(self.entries(name)) == 2, seconds):
                 raise RuntimeError("DEADLINE_EXCEEDED")
@@ -88,11 +88,11 @@ GIVEN = torch.ones(1, 1), None, {}
 
 
 def readings(shelves, read, given=GIVEN, found=lambda found: {}):
-    """Results of one `read_together` in two threads; ``read`` has the rank before the request."""
+    """Results of one `read_broadcast` in two threads; ``read`` has the rank before the request."""
 
     def call(rank, this):
         own = given(rank) if callable(given) else given
-        return read_together(this, "generate", {}, own, lambda *request: read(rank, *request), found)
+        return read_broadcast(this, "generate", {}, own, lambda *request: read(rank, *request), found)
 
     return both(shelves, call)
 
@@ -144,7 +144,9 @@ def test_an_error_is_named_before_what_is_not_said_for_it(shelves, failing):
                 raise OSError("no such folder")
             return "a checkpoint"
 
-        return read_alike(this, "jb.load", read, lambda found: {"the mesh": "[0]", "the checkpoint": found})
+        return read_compared(
+            this, "jb.load", read, lambda found: {"the mesh": "[0]", "the checkpoint": found}
+        )
 
     said = both(shelves, call)
     there, here = ("OSError: no such folder", "no error")[:: 1 if failing else -1]
@@ -194,10 +196,10 @@ def interrupt(*given):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("step", ["put_bytes", "put", "meet", "entries", "drop"])
+@pytest.mark.parametrize("step", ["put_bytes", "put", "barrier", "entries", "drop"])
 def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
     put = shelves[0].put
-    monkeypatch.setattr(shelves[0], "meet", lambda *given: None)
+    monkeypatch.setattr(shelves[0], "barrier", lambda *given: None)
     of_calls = lambda key, *given: (interrupt if "calls" in key else put)(key, *given)  # noqa: E731
     monkeypatch.setattr(shelves[0], step, of_calls if step == "put" else interrupt)
     this = Hosts(shelves[0], Watch(shelves[0]))
@@ -209,7 +211,7 @@ def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch,
 
 def test_an_interrupt_while_it_is_asked_who_has_failed_ends_all(shelves, monkeypatch):
     monkeypatch.setattr(seen := Watch(shelves[0]), "until_all_answer", interrupt)
-    with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).leaving("generate"):
+    with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).collective("generate"):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")
     assert shelves[0]._kept["told/1"].startswith("process 0 left generate: JaxRuntimeError")
 
@@ -221,7 +223,7 @@ def test_what_was_not_told_is_told_as_python_ends(shelves, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(shelves[0], "put", interrupt)
             if error is None:
-                with Hosts(shelves[0], seen).leaving("generate"):
+                with Hosts(shelves[0], seen).collective("generate"):
                     interrupt()
             seen.leave("generate", error)
         assert not any(key.startswith("told/") for key in shelves[0]._kept)
@@ -360,7 +362,7 @@ def test_a_call_that_ends_while_it_is_judged_does_not_end_the_watch(shelves, mon
 
 def _resting(seen, live):
     """A process that rests inside of its call all the time."""
-    with seen.resting("generate"):
+    with seen.paused("generate"):
         live(seen)
 
 

@@ -15,7 +15,7 @@ import jax_bridge.mesh.shape as shape
 import torch_dflash as td
 from jax_bridge.devices.samples import checksum
 from jax_bridge.hosts.hosts import Hosts
-from torch_dflash.engine.hosts import said_of
+from torch_dflash.engine.hosts import facts_of
 from torch_dflash.generation import prepare
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -35,12 +35,12 @@ class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps the report
         self.heard.append((what, said))
         return given
 
-    def leaving(self, what):
+    def collective(self, what):
         self.heard.append((f"in {what}", {}))
         return nullcontext()
 
     @contextmanager
-    def resting(self, what):
+    def paused(self, what):
         self.heard.append((f"rests in {what}", {}))
         yield
         self.heard.append((f"goes on with {what}", {}))
@@ -87,7 +87,7 @@ def engine_of(target, **more):
         ("generate", lambda target: td.generate(target, None, IDS, runtime="eager", verify=False, **ASKED)),
         ("stream", lambda target: list(engine_of(target).stream(IDS, **ASKED))),
         ("stream", lambda target: list(td.stream(target, None, IDS, runtime="eager", verify=False, **ASKED))),
-        ("warmup", lambda target: engine_of(target).meet("warmup")),
+        ("warmup", lambda target: engine_of(target).synchronize("warmup")),
     ],
 )
 def test_each_call_says_which_weights_it_decodes_with(models, hosts, what, call):
@@ -170,7 +170,7 @@ def test_what_jb_load_has_read_is_said(models, hosts, monkeypatch, tmp_path):
     for folder, dtype in (("0", None), ("1", None), ("0", None), ("0", torch.bfloat16)):
         loaded = jb.load(tmp_path / folder, dtype=dtype)
         assert loaded.checkpoint == hosts.said("jb.load", "the checkpoint")[-1]
-        td.compile(loaded, None, max_length=32, verify=False).meet("warmup")
+        td.compile(loaded, None, max_length=32, verify=False).synchronize("warmup")
     for what, field in (("jb.load", "the checkpoint"), ("warmup", "the target")):
         first, other, again, narrow = hosts.said(what, field)
         assert first == again != other and narrow != first, what
@@ -255,7 +255,7 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     monkeypatch.setattr(shape.jax, "devices", lambda: devices)
     said = [Hosts.order(SimpleNamespace(), mesh) for mesh in meshes]
     assert said == ["[0, 1, 2]", "[2, 1, 0]"]
-    engine_of(models[0]).meet("warmup")
+    engine_of(models[0]).synchronize("warmup")
     assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
 
 
@@ -269,7 +269,7 @@ def test_what_is_said_of_a_config_is_the_same_in_each_process(models, values):
     model, said = copy.deepcopy(models[0]), []
     for value in values:
         model.config.extra = value
-        said.append(said_of(Alone(), None, model, None)["the target"])
+        said.append(facts_of(Alone(), None, model, None)["the target"])
     assert said[0] == said[1] != said[2]
 
 
@@ -278,7 +278,7 @@ def test_what_is_made_of_a_drafter_is_said(models):
     forms = [drafter, *(td.Union(td.NGramProposer(width), drafter, rows=8) for width in (4, 4, 6))]
     forms += [td.Union(td.NGramProposer(4), drafter), td.TreeProposer(drafter, rows=8)]
     forms += [td.TreeProposer(drafter, rows=16)]
-    said = [said_of(Alone(), None, target, form)["the drafter"] for form in forms]
+    said = [facts_of(Alone(), None, target, form)["the drafter"] for form in forms]
     assert said[1] == said[2] and len(set(said)) == len(forms) - 1
 
 

@@ -353,7 +353,7 @@ def dealt(groups):
 
 
 def test_rows_are_dealt_to_the_least_busy():
-    desk = Desk(2, room=3)
+    desk = Desk(2, capacity=3)
     first = Call(request_of(1), [])
     (alone,) = desk.queue(first)
     assert dealt([alone]) == {0: [0]}
@@ -369,7 +369,7 @@ def test_rows_are_dealt_to_the_least_busy():
 
 
 def test_calls_take_turns_and_those_that_stopped_are_left_out():
-    desk = Desk(1, room=2)
+    desk = Desk(1, capacity=2)
     calls = [Call(request_of(5), []), Call(request_of(3), []), Call(request_of(3), [])]
     running = desk.queue(calls[0])
     assert not desk.queue(calls[1]) and not desk.queue(calls[2])
@@ -385,12 +385,12 @@ SHORT = Case("qwen3", "static", 2, 2, "sampled", "v1", rows=3, runtime="eager")
 ONE_EACH = [
     Case("qwen3", "paged", 4, 4, "greedy", "v1", rows=6, compiled={"pool_pages": 2}),
     Case("llama", "static", 4, 4, "filters", "dflash2", rows=3),
-    Case("gemma2", "static", 4, 4, "greedy", "plain", rows=7, room=2),
-    Case("qwen3", "static", 4, 2, "sampled", "v1", room=2),
+    Case("gemma2", "static", 4, 4, "greedy", "plain", rows=7, capacity=2),
+    Case("qwen3", "static", 4, 2, "sampled", "v1", capacity=2),
 ]
 SLICES = [
-    Case("gpt_oss", "static", 4, 2, "sampled", "v1", room=2),
-    Case("qwen3_moe", "paged", 4, 2, "greedy", "dflash2", rows=7, room=2),
+    Case("gpt_oss", "static", 4, 2, "sampled", "v1", capacity=2),
+    Case("qwen3_moe", "paged", 4, 2, "greedy", "dflash2", rows=7, capacity=2),
 ]
 
 

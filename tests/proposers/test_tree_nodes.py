@@ -144,7 +144,7 @@ def test_lookup_is_as_likely_as_its_match_is_long():
 class Known(Proposer):  # A branch of three, and another first token that is likelier than the branch's second
     name, width = "known", 8
 
-    def nodes(self, pstate, anchor, length, embed, head, asked):
+    def nodes(self, pstate, anchor, length, embed, head, request):
         tokens, parent = (torch.tensor([row], dtype=torch.int32) for row in ([5, 6, 7, 8], [-1, 0, 1, -1]))
         return Nodes(tokens, parent, torch.tensor([[-0.1, -0.5, -0.6, -0.3]])), pstate
 

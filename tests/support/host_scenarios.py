@@ -146,7 +146,7 @@ def raising(rank: int, who: str) -> None:
 def leaving(rank: int, how: str) -> None:
     """One process ends, and the other makes another call."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=64)
-    engine.meet("warmup")
+    engine.synchronize("warmup")
     if rank and how == "by an error":
         raise ZeroDivisionError("of mine")
     if not rank:

@@ -16,7 +16,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 class Case(NamedTuple):
     """A pair (`support.slices.make_sliceable`), and the form of its replicas.
 
-    ``rows`` prompts are asked for, ``room`` is each replica's ``batch_size``, ``runtime`` the one engine's.
+    ``rows``: prompts. ``capacity``: each replica's ``batch_size``. ``runtime``: the one engine's.
     ``break_by``: a key of `BREAKS`.
     """
 
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     pick: str
     drafter: str
     rows: int = 5
-    room: int = 1
+    capacity: int = 1
     compiled: dict[str, Any] = {}
     runtime: str = "xla"
     break_by: str = ""
@@ -54,7 +54,7 @@ def compare(case: Case) -> dict[str, Any]:
     with counted() as traced_by_one:
         wanted = one.generate(*ragged(case.rows), **asked)
     front: Any = td.compile(
-        target, drafter, batch_size=case.room, mesh=case.mesh, replicas=case.replicas, **options
+        target, drafter, batch_size=case.capacity, mesh=case.mesh, replicas=case.replicas, **options
     )
     BREAKS[case.break_by](front) if case.break_by else None
     seen = [state_devices(engine) for engine in front.engines]

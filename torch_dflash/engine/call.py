@@ -48,11 +48,11 @@ class Call:
         self.groups, self._over = 0, 0
         self.parts: list[Part] = []
         self.stopped = False
-        self._told: SimpleQueue[dict[int, RowDelta] | Part | BaseException | None] = SimpleQueue()
+        self._reports: SimpleQueue[dict[int, RowDelta] | Part | BaseException | None] = SimpleQueue()
 
-    def tell(self, what: dict[int, RowDelta] | Part | BaseException | None) -> None:
-        """Called by replicas: what rows have gained; at last, once a group, its part, an error, or None."""
-        self._told.put(what)
+    def report(self, result: dict[int, RowDelta] | Part | BaseException | None) -> None:
+        """Called by replicas: the new tokens of rows; at last, once a group, its part, an error, or None."""
+        self._reports.put(result)
 
     def gains(self) -> Iterator[dict[int, RowDelta]]:
         """Yield the rows' new tokens, read by read, until all rows have ended.
@@ -61,16 +61,16 @@ class Call:
             Exception: what a replica raised.
         """
         while sum(len(part.rows) for part in self.parts) < len(self.request.rows):
-            told = self._next()
-            if isinstance(told, BaseException):
+            report = self._next()
+            if isinstance(report, BaseException):
                 try:
-                    raise told
+                    raise report
                 finally:
-                    del told  # which its own traceback would hold
-            if isinstance(told, Part):
-                self.parts.append(told)
-            elif told is not None:
-                yield told
+                    del report  # which its own traceback would hold
+            if isinstance(report, Part):
+                self.parts.append(report)
+            elif report is not None:
+                yield report
 
     def rest(self) -> None:
         """Wait until no replica is at work on it; they stop after the chunk that they are in."""
@@ -91,6 +91,6 @@ class Call:
         return Progress(**{name: rows(name) for name in names}, record=record, widths=widths)
 
     def _next(self) -> dict[int, RowDelta] | Part | BaseException | None:
-        told = self._told.get()
-        self._over += not isinstance(told, dict)
-        return told
+        report = self._reports.get()
+        self._over += not isinstance(report, dict)
+        return report

@@ -18,14 +18,14 @@ class Group(NamedTuple):
 
 
 class Desk:
-    """Deals rows out. Calls that find no room wait in a line, in which each takes its turn.
+    """Deals rows out. Calls that find no free row wait in a line, in which each takes its turn.
 
     Args:
         replicas: how many. room: rows that one decodes at once, of however many calls.
     """
 
-    def __init__(self, replicas: int, room: int):
-        self._room = room
+    def __init__(self, replicas: int, capacity: int):
+        self._capacity = capacity
         self._busy, self._taken = [0] * replicas, [0] * replicas  # rows now, and so far
         self._line: deque[Call] = deque()
         self._lock = threading.Lock()
@@ -58,14 +58,14 @@ class Desk:
         groups: list[Group] = []
         while self._line:
             call, found = self._line[0], {}
-            while call.waiting and not call.stopped and self._busy[replica := self._next()] < self._room:
+            while call.waiting and not call.stopped and self._busy[replica := self._next()] < self._capacity:
                 found.setdefault(replica, []).append(call.waiting.popleft())
                 self._busy[replica] += 1
                 self._taken[replica] += 1
             call.groups += len(found)
             groups += [Group(replica, call, rows) for replica, rows in found.items()]
             if call.waiting and not call.stopped and not found:
-                break  # no room
+                break  # no free row
             self._line.popleft()
             if call.waiting and not call.stopped:
                 self._line.append(call)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_dflash.checks import check_context, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.bridge import make_runtimes, tell_device
+from torch_dflash.engine.bridge import make_runtimes, warn_of_device
 from torch_dflash.engine.models import Models, check_entry, marked
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect, tokens_of
 from torch_dflash.engine.scheduler import Scheduler
@@ -109,7 +109,7 @@ class Engine(OfOneProcess):
                 break
         guard.ignore(skeleton.written)
         check_context(model, options.max_length or 0)
-        tell_device(model, options.runtime)
+        warn_of_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)
         plan = options.plan(proposer.width, proposer.depth)
         check_top(plan.top_logprobs, skeleton.vocab_size)
@@ -181,7 +181,7 @@ class Engine(OfOneProcess):
             buckets.append(width)
             width *= 2
         self.follow()
-        self.meet("warmup")
+        self.synchronize("warmup")
         with self.shared("warmup"):
             params = self._params()
             self.runtime.warmup(params, buckets, progress)
@@ -229,8 +229,8 @@ class Engine(OfOneProcess):
         **options: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
-        asked = options | {"return_dict_in_generate": return_dict_in_generate}
-        output = self.run(self._read("generate", input_ids, attention_mask, asked, streamer), streamer)
+        requested = options | {"return_dict_in_generate": return_dict_in_generate}
+        output = self.run(self._read("generate", input_ids, attention_mask, requested, streamer), streamer)
         return output if return_dict_in_generate else output.sequences
 
     def run(self, request: Request, streamer=None) -> GenerateOutput:
@@ -238,7 +238,7 @@ class Engine(OfOneProcess):
         started = time.perf_counter()
         compiled = self.runtime.compilations
         self._check(request)
-        times, gained = [], Deltas(request.lengths)
+        times, deltas = [], Deltas(request.lengths)
         with self.shared("generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
             if streamer is not None:
@@ -246,7 +246,7 @@ class Engine(OfOneProcess):
             generation = self._begin(request.rows, params)
             for progress in self._steps(generation):
                 times.append(time.perf_counter() - started)
-                if streamer is not None and (tokens := gained.by(progress)[0].tokens):
+                if streamer is not None and (tokens := deltas.by(progress)[0].tokens):
                     streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
@@ -258,8 +258,8 @@ class Engine(OfOneProcess):
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
-        asked = {**options, "return_dict_in_generate": False}
-        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, asked)))
+        requested = {**options, "return_dict_in_generate": False}
+        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, requested)))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """Yield each row's new tokens, chunk by chunk."""
@@ -278,8 +278,8 @@ class Engine(OfOneProcess):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[GenerateOptions]
     ) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
-        asked = {**options, "return_dict_in_generate": False}
-        rows = self._read("start", input_ids, attention_mask, asked).rows
+        requested = {**options, "return_dict_in_generate": False}
+        rows = self._read("start", input_ids, attention_mask, requested).rows
         if any(row.stopping for row in rows):
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
@@ -311,7 +311,7 @@ class Engine(OfOneProcess):
         Raises:
             ValueError: ``state`` is of another plan or proposer, or consumed. TypeError: across the border.
         """
-        self.meet("advance", state)
+        self.synchronize("advance", state)
         with self.shared("advance"):
             params = self._params()
             state, turn = self.runtime.import_state(params, state), self._widths.settled()
@@ -340,11 +340,11 @@ class Engine(OfOneProcess):
     def _check(self, request: Request) -> None:
         check_fits(request, self.plan)
 
-    def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
+    def synchronize(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
         """``read()``, in the call ``what`` of ``state``; several processes do it together."""
         return read()
 
-    def alike(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
+    def compare(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
         """``read()``; an engine of several processes compares its ``digest``."""
         return read()
 

@@ -46,7 +46,7 @@ class Replicas(Engine):
 
     def _take(self, built: Built) -> None:
         super()._take(built)
-        self.engines = [_alike(self, replace(built, runtimes=[runtime])) for runtime in built.runtimes]
+        self.engines = [_engine_on(self, replace(built, runtimes=[runtime])) for runtime in built.runtimes]
 
     def warmup(self, progress: bool | None = None) -> Replicas:
         """As `Engine.warmup`, for all replicas: XLA compiles for each device anew, all but the first at once.
@@ -145,13 +145,13 @@ class Replicas(Engine):
         else:
             self._end(group, part)
 
-    def _end(self, group: Group, told: Part | BaseException | None) -> None:
-        """Give the room to others, then tell: whose call is over finds the room free."""
-        group.call.stopped |= isinstance(told, BaseException)
+    def _end(self, group: Group, result: Part | BaseException | None) -> None:
+        """Free the group's rows for others, then report: a caller whose call is over finds them free."""
+        group.call.stopped |= isinstance(result, BaseException)
         try:
             self._begin_all(self._desk.over(group))
         finally:
-            group.call.tell(told)
+            group.call.report(result)
 
     def _decode(self, group: Group) -> Part | None:
         """Rows to their ends; None: the call was stopped before."""
@@ -159,13 +159,13 @@ class Replicas(Engine):
         if call.stopped:
             return None
         engine, own, read_at = self.engines[replica], [call.request.rows[row] for row in rows], []
-        compiled, gained = engine.runtime.compilations, Deltas([row.length for row in own])
+        compiled, deltas = engine.runtime.compilations, Deltas([row.length for row in own])
         generation = engine._begin(own, call.params[replica])
         for progress in engine._steps(generation):
             if call.stopped:
                 return None
             read_at.append(time.perf_counter())
-            call.tell(dict(zip(rows, gained.by(progress), strict=True)))
+            call.report(dict(zip(rows, deltas.by(progress), strict=True)))
         compiled = engine.runtime.compilations - compiled
         return Part(replica, rows, progress, read_at, compiled, generation.prefilled)
 
@@ -178,7 +178,7 @@ def engine_of(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     return (Engine if options.replicas == 1 else Replicas)(target, drafter, options)
 
 
-def _alike(engine: Engine, built: Built) -> Engine:
+def _engine_on(engine: Engine, built: Built) -> Engine:
     """An engine of the same pair and models on another runtime."""
     other = Engine.__new__(Engine)
     vars(other).update(vars(engine) | {"_built": built})

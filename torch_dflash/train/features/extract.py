@@ -141,8 +141,8 @@ class FeatureExtractor:
         engine = self._engine(len(rows), width)
         # The engine needs room for one more token. Where the context has none, the last token is left out and
         # gets features of padding; no training block reads the last token's features.
-        room = engine.plan.capacity - 1
-        state = engine.start(ids[:, :room], mask[:, :room], max_new_tokens=1, do_sample=False)
+        capacity = engine.plan.capacity - 1
+        state = engine.start(ids[:, :capacity], mask[:, :capacity], max_new_tokens=1, do_sample=False)
         return engine.runtime.fetch(state.proposer.features)[: len(rows), :width]
 
     def _forward(self, ids: Tensor) -> Tensor:
