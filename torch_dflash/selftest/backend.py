@@ -77,11 +77,10 @@ class Backend(Protocol):
 
 
 class EagerBackend:
-    """PyTorch on one of its devices."""
+    """PyTorch on one of its devices, by a runtime without JAX."""
 
-    runtime = "eager"
-
-    def __init__(self, device: str | None = None):
+    def __init__(self, device: str | None = None, runtime: str = "eager"):
+        self.runtime = runtime
         self.device = torch.device(device or "cpu")
         torch.empty(0, device=self.device)  # raises for a missing device
         self.accelerated = self.device.type != "cpu"
