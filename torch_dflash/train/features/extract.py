@@ -159,9 +159,7 @@ class FeatureExtractor:
         size, longest = 1 << (rows - 1).bit_length(), max(64, bucket(width))
         if (size, longest) not in self._engines:
             capacity = min(longest + 1, context_of(self.target))
-            options = EngineOptions(
-                max_length=capacity, batch_size=size, filters=False, runtime=self.runtime
-            )
+            options = EngineOptions(max_length=capacity, batch_size=size, filters=False, runtime=self.runtime)
             self._engines[size, longest] = Engine(self.target, self._recorder, options)
         return self._engines[size, longest]
 
