@@ -1,4 +1,4 @@
-"""Do transformers' own cached forwards of models with recurrent layers say what uncached ones say?
+"""Measures how far cached forwards of transformers' models with recurrent layers are from uncached ones.
 
     OMP_NUM_THREADS=1 python benchmarks/cached_forwards.py --json docs/results/cached_forwards.json
 
@@ -27,7 +27,7 @@ READ, TOGETHER = 20, 8
 
 
 def distances(case: str) -> dict[str, float]:
-    """Of a family's cached forwards, by how the tokens are read."""
+    """Distances of a family's cached forwards, by the way of reading the tokens."""
     torch.manual_seed(0)
     model: Any = randomise(build(case), 0)
     ids = torch.randint(3, 90, (1, READ))

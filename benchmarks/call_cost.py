@@ -1,4 +1,4 @@
-"""What a call costs on the host beside its programs: `generate` of one token, and `advance` by one round.
+"""Measures the host time of a call outside its programs: `generate` of one token, and a round of `advance`.
 
     OMP_NUM_THREADS=1 python benchmarks/call_cost.py --against CHECKOUT --json docs/results/call_cost.json
 
@@ -81,7 +81,7 @@ def measure(checkout: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print, or write, what was found."""
+    """Measure, and print or write the figures."""
     sys.path.insert(0, str(ROOT))
     from torch_dflash.cli.outputs import provenance
 
@@ -103,7 +103,7 @@ def main() -> None:
         one["share"] = one["now"] / one["before"]
     print(json.dumps(found, indent=1))
     if args.json:
-        # Where the other checkout lies is this machine's own matter.
+        # The place of the other checkout concerns this machine alone.
         kept = provenance()
         kept["command"] = kept["command"].replace(str(args.against), "CHECKOUT")
         said = {"provenance": kept, "milliseconds": found, "processes": runs}

@@ -25,7 +25,7 @@ CONFIG = str(Path(__file__).parent / "configs" / "qwen3-4b")
 
 
 def main() -> None:
-    """Compile the round and print what it moves at each context."""
+    """Compile the round and print its bytes at each context."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--topology", default="v5p:2x2x1")
     parser.add_argument("--json", type=Path)

@@ -1,10 +1,10 @@
-"""How far the bundled target in bfloat16 and int8 parts from itself in float32, on a CPU.
+"""Measures the distance of the bundled target in bfloat16 and int8 from itself in float32, on a CPU.
 
     python benchmarks/cpu_distance.py --answers 32 --json docs/results/cpu_distance.json
 
 The target answers prompts of the evaluation sets, which no drafter has learned from, greedily in float32.
-Each answer is read behind its prompt in one pass, in every arithmetic. Of the answers' tokens two things are
-told: at how many the likeliest is the one that float32 has there, and the perplexity, which is low because
+Each answer is read behind its prompt in one pass, in every arithmetic. Two figures come of the answers'
+tokens: the share whose likeliest token is that of float32, and the perplexity, which is low because
 the answers are the target's own.
 """
 
@@ -48,14 +48,14 @@ class Text(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Of each token of the answers: the likeliest id there, and the log-probability of its own."""
+    """The likeliest id and the own log-probability at each token of the answers."""
 
     likeliest: np.ndarray
     log_probability: np.ndarray
 
 
 def answer(target: Any, tokenizer: Any, count: int, seed: int) -> list[Text]:
-    """``count`` prompts that fit the room, and what the target says to them."""
+    """``count`` prompts that fit the room, with the target's answers."""
     engine = td.compile(target, None, max_length=ROOM, filters=False)
     asked = (encode(tokenizer, [{"role": "user", "content": text}]) for _, text in draw(PROMPTS, count, seed))
     prompts = [ids for ids in asked if len(ids) <= ROOM - NEW]
@@ -64,7 +64,7 @@ def answer(target: Any, tokenizer: Any, count: int, seed: int) -> list[Text]:
 
 
 def look(target: Any, texts: list[Text], **options: Any) -> Seen:
-    """What the target, as an engine with these options computes it, says of the texts."""
+    """Reads the texts with the target as an engine with these options computes."""
     engine = td.compile(target, None, max_length=ROOM, filters=False, **options)
     runtime: Any = engine.runtime
     params = runtime.refresh(engine.tensors())

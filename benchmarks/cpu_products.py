@@ -3,8 +3,8 @@
     python benchmarks/cpu_products.py --json docs/results/cpu_products.json
 
 Random weights given as arguments; norms and an activation between the products keep them in order. Forms take
-turns; of each the fastest run is kept, for other work on the machine only slows. Beside them: how fast memory
-is read, and so what reading the weights once takes at least.
+turns; the fastest run of each is kept, for other work on the machine only slows. Printed with them: the speed
+of reading memory, and so the least time of reading the weights once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def doubled(rows: Any) -> jax.Array:
 
 
 def in_float32(rows: Any, weight: Any, turned: bool) -> jax.Array:
-    """As it is."""
+    """Rows unchanged."""
     return dot(rows, weight, turned, jnp.float32)
 
 
@@ -83,7 +83,7 @@ def make_weights(form: str, turned: bool, fused: bool = False) -> Any:
 
 
 def split(products: list[jax.Array], *sizes: int) -> list[jax.Array]:
-    """Products by weight, of one product too that was made of all."""
+    """Splits products by weight, and also a product of all weights at once."""
     return products if len(products) > 1 else jnp.split(products[0], np.cumsum(sizes)[:-1], axis=1)
 
 

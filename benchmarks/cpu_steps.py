@@ -1,9 +1,9 @@
-"""Plain steps and rounds of the demo pair on this CPU by type and capacity, beside transformers.
+"""Plain steps and rounds of the demo pair on this CPU by type and capacity, and of transformers.
 
     python benchmarks/cpu_steps.py --json docs/results/cpu_steps.json
 
-With 40 tokens of context and more, what a step costs at ``max_length`` 512, 2,048 and 8,192; then the time to
-the first token of prompts of 100, 500 and 1,500 tokens. All take turns in one process; medians.
+With 40 tokens of context and more, the time of a step at ``max_length`` 512, 2,048 and 8,192; then the time
+to the first token of prompts of 100, 500 and 1,500 tokens. All take turns in one process; medians.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plain_call(model: Any, ids: torch.Tensor, new: int) -> float:
 
 
 def runs_of(dtype: str) -> dict[tuple, Any]:
-    """What is timed in this type: by name, functions that give a dict of milliseconds."""
+    """The timed runs of this type by name: functions that give a dict of milliseconds."""
     target, drafter, tokenizer = td.load_demo_pair(getattr(torch, dtype), progress=False)
     ids = tokenizer(QUESTION, return_tensors="pt").input_ids
     runs: dict[tuple, Any] = {}

@@ -1,8 +1,8 @@
 """The speed of plain decoding, of the demo's drafter, and of unions with it, which answer in turn.
 
 A form's figure is the median of its tokens a second (1 / TPOT) over plain decoding's in the same turn: a
-machine that is busy at times slows both. ``--chat`` asks what people ask in conversations, which no drafter
-was fitted to, and counts the CPU seconds of a call: other programs of the machine tell less on those.
+machine that is busy at times slows both. ``--chat`` asks questions of conversations, to which no drafter
+was fitted, and counts the CPU seconds of a call: other programs of the machine change those less.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     options |= {"eos_token_id": stops, "return_dict_in_generate": True}
     speeds: dict[str, dict[str, list[float]]] = {kind: {} for kind in asked}
-    for turn in range(arguments.repeats + 1):  # in the first one engines learn what drafts are worth
+    for turn in range(arguments.repeats + 1):  # in the first turn engines learn the worth of drafts
         for kind, ids in asked.items():
             texts = {}
             for form, engine in random.sample([*engines.items()], len(engines)):

@@ -1,10 +1,10 @@
-"""How long does `make demo` take behind its installation, the first time and later?
+"""Measures the time of `make demo` behind its installation, the first time and later.
 
     python benchmarks/demo_time.py --json docs/results/demo_time_cpu.json
 
 The first run finds an empty cache folder: it fetches and converts the model and compiles every program. Later
-ones find all that. Seconds are those of the whole process, and of its parts. On a machine that has other work
-CPU seconds say more; those of pip stand under "rest".
+ones find all files. Seconds are those of the whole process, and of its parts. On a machine with other work
+CPU seconds are more exact; those of pip stand under "rest".
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def timed_demo() -> dict[str, dict[str, float]]:
 
 
 def _born() -> float:
-    """When this process began, in seconds since the epoch."""
+    """The start of this process, in seconds since the epoch."""
     fields = open("/proc/self/stat").read().rpartition(")")[2].split()
     boot = next(int(line.split()[1]) for line in open("/proc/stat") if line.startswith("btime"))
     return boot + int(fields[19]) / os.sysconf("SC_CLK_TCK")

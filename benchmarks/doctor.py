@@ -1,10 +1,10 @@
-"""Does `torch_dflash.doctor` name what is wrong with a pair? 270 tiny ones: none, one or two faults.
+"""Measures whether `torch_dflash.doctor` names the faults of 270 tiny pairs with none, one or two.
 
     OMP_NUM_THREADS=1 python benchmarks/doctor.py --json docs/results/doctor.json
 
 Each pair has its own seed, family and sizes; its drafter learns by one convention, and is judged by a config
-that says another. Of the first 200, 150 have one or two faults, 25 are healthy, 25 weak (hardly trained).
-30 more are DFlash2, with one fault or none. 40 more are asked by a chat template that has another form: 20
+of another. Of the first 200, 150 have one or two faults, 25 are healthy, 25 weak (hardly trained).
+30 more are DFlash2, with one fault or none. 40 more are asked by a chat template of another form: 20
 learned from answers to the other one, ten of them with a fault besides; 20 from answers to this one, or to
 both. Cases that the JSON has are not run again.
 """
@@ -60,7 +60,7 @@ def plan() -> list[dict[str, Any]]:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """What the doctor says of a case."""
+    """The doctor's findings for a case."""
     group = case["group"]
     steps, templates = FEW if group == "weak" else STEPS, LEARNED.get(group, (ASKED,))
     made = make_case(
@@ -88,7 +88,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Shares and the confusion matrix: what was wrong, what was named, how often."""
+    """Shares and the confusion matrix: counts by fault and by named fault."""
     faulty = [row for row in rows if row["kinds"]]
     sound = [row for row in rows if not row["kinds"]]
     right = [row for row in faulty if row["named"] == row["learned"]]
@@ -111,7 +111,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what is not there yet; the JSON is written after each case."""
+    """Run the missing cases; the JSON is written after each case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", required=True)
     parser.add_argument("--only", type=int, nargs="*", help="seeds of the cases to run")

@@ -1,9 +1,9 @@
-"""How much of a target's answers do its most frequent ids cover? And those of the bundled drafter's demo.
+"""Measures the share of a target's answers that its most frequent ids cover, and writes ids for the demo.
 
     python benchmarks/draft_ids.py --json docs/results/draft_ids.json
 
 Counts the answers under data/train/regenerated, once by the ids that are frequent in the same answers and
-once, for every second answer, by those of the others. Writes the ids of ``--rows`` beside the drafter.
+once, for every second answer, by those of the others. Writes the ids of ``--rows`` next to the drafter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a mixture's experts cost on a TPU: read where they lie, gathered per row, or as a ragged product.
+"""Compares the bytes of a mixture's experts on a TPU: read in place, gathered per row, or a ragged product.
 
 No TPU, no weights; libtpu compiles for one chip::
 
@@ -64,7 +64,7 @@ def ragged(stored: str, rows: int) -> dict:
 
 
 def main() -> None:
-    """Compile all and print what each moves."""
+    """Compile all and print the bytes of each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])

@@ -1,4 +1,4 @@
-"""Which of transformers' causal LMs decode to transformers' own text here, and which are refused?
+"""Finds the causal LMs of transformers that decode to transformers' own text here, and those refused.
 
     OMP_NUM_THREADS=1 python benchmarks/families.py --json families.json
     python benchmarks/families.py --json families.json --markdown
@@ -6,9 +6,9 @@
 
 Every model type of transformers, and some variants, as a tiny random fp32 model of four layers. Its greedy
 text (a prompt of 19 tokens alone, then ragged rows of 19, 11 and 4 in one left-padded batch, 24 new tokens)
-is held against ``target.generate`` row by row. Where the two disagree, forwards of the target without a cache
-decide. Each case is a process of its own with a time limit. The JSON is written after each, and cases
-that it has are not run again.
+is compared with ``target.generate`` row by row. Where they disagree, forwards of the target without a cache
+decide. Each case is a separate process with a time limit. The JSON is written after each, and cases
+in the JSON are not run again.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ CLASSES = ROOT / "torch_dflash/assets/tested.txt"
 
 RUNTIMES = ("eager", "xla")
 CACHES = ("static", "paged")
-# Of the model itself; every other outcome belongs to a runtime and a cache.
+# Outcomes of the model itself; every other outcome belongs to a runtime and a cache.
 OF_THE_MODEL = ("not instantiable", "their generate fails")
 
 
 def run_case(
     case: str, runtime: str, caches: list[str], proposers: list[str], limit: float
 ) -> dict[str, Any]:
-    """What the case's process said before it ended, or before its time was over."""
+    """The report of the case's process before its end, or before its time was over."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch_dflash.selftest.pairs"])  # torch and transformers are read once
     ours, theirs = context.Pipe(duplex=False)
@@ -67,7 +67,7 @@ def run_case(
 
 
 def wanted(known: dict[str, Any], runtime: str, cache: str, again: bool) -> bool:
-    """Whether this run is still to do; compiling is for what is equal eagerly."""
+    """Whether this run is still to do; only cases that are equal eagerly are compiled."""
     name = f"{runtime} {cache}"
     if known.get("outcome") in OF_THE_MODEL or (name in known.get("runs", {}) and not again):
         return again and known.get("outcome") in OF_THE_MODEL and runtime == "eager"
@@ -90,7 +90,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def sweep(asked: argparse.Namespace) -> dict[str, Any]:
-    """Run what is missing, one process at a time."""
+    """Run the missing cases, one process at a time."""
     path = Path(asked.json)
     results = json.loads(path.read_text()) if path.exists() else {"families": {}}
     for runtime in asked.runtimes.split(","):

@@ -82,7 +82,7 @@ ASSISTANT = {
 }
 MOE = {"enable_moe_block": True, "global_head_dim": 16, "num_experts": 4}
 SHARING = {"num_kv_shared_layers": 2}
-# What one family needs beyond that; nested dictionaries are for nested configs.
+# Further fields of single families; nested dictionaries are for nested configs.
 FAMILY: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32}}
@@ -173,7 +173,7 @@ FAMILY: dict[str, dict[str, Any]] = {
         "layer_types": ["hybrid", "hybrid_sliding"] * 2,
     },
 }
-# name:variant -> what differs from the family's own tiny config.
+# name:variant -> differences from the family's own tiny config.
 VARIANTS: dict[str, dict[str, Any]] = {
     "phimoe:nowindow": {"sliding_window": None},
     "qwen2_moe:window": {"layer_types": ["sliding_attention"] * LAYERS},

@@ -1,4 +1,4 @@
-"""One model of `family_configs`, decoded here and by transformers: what `families.py` runs for each case."""
+"""One case of `families.py`: a model of `family_configs`, decoded here and by transformers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def varied(case: str, rows: list[Tensor]) -> tuple[Any, list[list[int]]]:
 
 
 def raise_norms(target: Any, scale: float) -> None:
-    """Enlarge the norms that `randomise` does not know by name, and so made as small as biases."""
+    """Enlarge the norms that `randomise` does not know by name and makes as small as biases."""
     with torch.no_grad():
         for module in target.modules():
             weight = getattr(module, "weight", None)
@@ -80,7 +80,7 @@ def raise_norms(target: Any, scale: float) -> None:
 
 
 def make_proposer(name: str, target) -> Any:
-    """What drafts; a random drafter accepts little, prompt lookup more where a text repeats itself."""
+    """The proposer by name; a random drafter is seldom right, prompt lookup often in text that repeats."""
     if name == "plain":
         return None
     if name == "ngram":
@@ -91,7 +91,7 @@ def make_proposer(name: str, target) -> Any:
 
 
 def judge(target, row: Tensor, ours: list[int], theirs: list[int]) -> dict[str, Any]:
-    """Whose text it is, by forwards of the target without a cache where the two disagree."""
+    """Judges a text by forwards of the target without a cache where the two texts disagree."""
     if ours == theirs:
         return {"outcome": "equal"}
     found = {"outcome": "equal", "note": "transformers' cached text is not that of its own uncached forwards"}
@@ -129,7 +129,7 @@ def attempt(target, rows: list[Tensor], theirs: list[list[int]], proposer: str, 
 
 
 def _refused(error: Exception) -> bool:
-    """Whether our package said no, before any step of decoding."""
+    """Whether this package refused, before any step of decoding."""
     frames = traceback.extract_tb(error.__traceback__)
     root = Path(td.__file__).parent.parent
     ours = any(frames[-1].filename.startswith(f"{root / name}/") for name in ("torch_dflash", "jax_bridge"))
@@ -171,7 +171,7 @@ def report(pipe: Connection, case: str, runtime: str, caches: list[str], propose
 
 
 def recurrence(target) -> dict[str, Any]:
-    """How many layers keep a recurrent state or a convolution's tail, and of how many; {} for none."""
+    """Counts the layers with a recurrent state or a convolution's tail, and all layers; {} for none."""
     try:
         specs = Target(target).specs
     except (TypeError, ValueError):

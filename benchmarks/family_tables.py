@@ -11,7 +11,7 @@ SAME = ("equal", "tie")
 
 
 def verdict(family: dict[str, Any]) -> str:
-    """One word for a case: the worst of what it did, with a refusal only where nothing ran."""
+    """One word for a case: its worst outcome, with a refusal only where nothing ran."""
     if not family["runs"]:
         return family["outcome"]
     outcomes = [run["outcome"] for run in family["runs"].values()]
@@ -33,13 +33,13 @@ def tested(*sweeps: dict[str, Any]) -> str:
 
 
 def counts(families: dict[str, Any]) -> str:
-    """How many cases have each verdict."""
+    """The number of cases with each verdict."""
     found = Counter(map(verdict, families.values()))
     return f"{len(families)} cases: " + ", ".join(f"{count} {what}" for what, count in found.most_common())
 
 
 def tables(families: dict[str, Any]) -> str:
-    """Counts, then one table for what is equal, one for what is refused, one for the rest."""
+    """Counts, then one table for equal cases, one for refused cases, one for the rest."""
     by = {name: verdict(one) for name, one in families.items()}
     parts = [f"{counts(families)}."]
     equal = [_equal(name, families[name]) for name, what in by.items() if what == "equal"]

@@ -12,12 +12,12 @@ METHODS = {
     "DFlash": ("drafter", "#2a7f62"),
     "both in a tree of 8 rows": ("union of 8", "#3f6fb5"),
 }
-"""What a method is called in the picture: its name in the figures, and its colour."""
+"""A method's name in the picture: its name in the figures, and its colour."""
 LEFT, BAR, GAP, TOP, UNIT = 92, 14, 14, 62, 190  # pixels; UNIT: of one token
 
 
 def bars(figures: dict[str, Any]) -> str:
-    """The SVG for what ``benchmarks/trees.py`` wrote."""
+    """The SVG for the JSON of ``benchmarks/trees.py``."""
     sets = {name: row | {"plain": 1.0} for name, row in figures["tokens a round"].items()}
     longest = max(row[form] for row in sets.values() for form, _ in METHODS.values())
     group = len(METHODS) * BAR + GAP

@@ -65,7 +65,7 @@ def commands(name: str) -> str:
 
 
 def hf_calls() -> str:
-    """What comes of each way to call transformers' ``generate``."""
+    """The outcome of each way to call transformers' ``generate``."""
     calls = result("hf_calls")["calls"]
     heads = ["call", *next(iter(calls.values()))]
     cells = ([name, *(said.replace("|", "\\|") for said in doors.values())] for name, doors in calls.items())
@@ -73,7 +73,7 @@ def hf_calls() -> str:
 
 
 def hf_counts() -> str:
-    """How many calls of transformers' ``generate`` say the same text, and how many are refused."""
+    """The numbers of calls of transformers' ``generate`` with the same text, and of refused calls."""
     calls = result("hf_calls")["calls"]
     says = Counter(doors["td.generate"].partition(":")[0] for doors in calls.values())
     through = Counter(doors["target.generate"].partition(":")[0] for doors in calls.values())
@@ -104,7 +104,7 @@ def versions() -> str:
 
 
 def families_counts() -> str:
-    """How many families decode to transformers' own text."""
+    """The number of families that decode to transformers' own text."""
     found = result("families")
     counts = Counter(verdict(one) for one in found["families"].values())
     version = found["provenance"]["packages"]["transformers"].rpartition(".")[0]
@@ -144,7 +144,7 @@ def aot_rounds() -> str:
 
 
 def aot_flatness() -> str:
-    """What verifying 64 rows moves, against one."""
+    """Bytes of verifying 64 rows, against one."""
     paged, static = (
         result(f"aot/qwen3-4b-{cache}-64")["verify_hbm_bytes"]
         / result(f"aot/qwen3-4b-{cache}-1")["verify_hbm_bytes"]
@@ -157,7 +157,7 @@ def aot_flatness() -> str:
 
 
 def aot_context() -> str:
-    """What a round moves with a few tokens in a large static cache."""
+    """Bytes of a round with a few tokens in a large static cache."""
     found = result("context_aot")
     lines = {line["context"]: line for line in found["results"]}
     short, whole = lines[160], lines[found["capacity"]]
@@ -170,7 +170,7 @@ def aot_context() -> str:
 
 
 def aot_ragged() -> str:
-    """The paged kernel beside jax's own."""
+    """The paged kernel against jax's own."""
     lines = result("ragged_aot")["results"]
     ratio = {(line["kernel"], line["rows"]): f"{line['ratio']:.3f}" for line in lines}
     theirs, ours = (
@@ -186,7 +186,7 @@ def aot_ragged() -> str:
 
 
 def aot_chunk() -> str:
-    """What a prompt chunk moves."""
+    """Bytes of a prompt chunk."""
     found = result("prefill_aot")
     lines = {(line["cache"], line["topology"][:3]): line for line in found["results"]}
     rows, layers = ({line[name] for line in found["results"]} for name in ("rows", "layers"))
@@ -206,7 +206,7 @@ def aot_chunk() -> str:
 
 
 def exchanged(rounds: list[dict[str, Any]]) -> str:
-    """That no round with a tree has more collectives than one with a chain, if that is so."""
+    """A sentence: no round with a tree has more collectives than one with a chain, if that is true."""
     pairs = zip(rounds[::2], rounds[1::2], strict=True)
     more = [
         kind
@@ -219,7 +219,7 @@ def exchanged(rounds: list[dict[str, Any]]) -> str:
 
 
 def aot_trees() -> str:
-    """Rounds with trees beside rounds with chains of as many rows."""
+    """Rounds with trees against rounds with chains of as many rows."""
     found, slices = result("trees_aot"), result("trees_slices_aot")
     alone, sliced = (
         ", ".join(
@@ -240,7 +240,7 @@ def aot_trees() -> str:
 
 
 def aot_experts() -> str:
-    """What experts move, by how they are computed."""
+    """Bytes of experts, by implementation."""
     found = result("experts_aot")
     verify = {line["experts"]: f"{line['ratio']:.3f}" for line in found["verify"] if line["rows"] == 16}
     ragged = {line["stored"]: f"{line['ratio']:.3f}" for line in found["ragged_dot"] if line["rows"] == 16}
@@ -296,7 +296,7 @@ def scan_cpu() -> str:
 
 
 def first_answer() -> str:
-    """How long a process waits for its first answer."""
+    """The times of a process's first and second answers."""
     found = result("first_answer_cpu")
     return table(
         ["call of a process", "s"], *([row, f"{found[name]['median']:.1f}"] for name, row in ANSWERS.items())
@@ -304,7 +304,7 @@ def first_answer() -> str:
 
 
 def first_call() -> str:
-    """What a first call costs, in a sentence."""
+    """The time of a first call, in a sentence."""
     found = result("first_answer_cpu")
     empty, full, second = (f"{found[name]['median']:.1f} s" for name in ("empty", "full", "second"))
     return (

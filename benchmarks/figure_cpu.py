@@ -23,7 +23,7 @@ def _products(found: dict) -> str:
 
 
 def cpu_steps() -> str:
-    """Steps and rounds by type and capacity, beside transformers."""
+    """Steps and rounds by type and capacity, against transformers."""
     rows = []
     for one in result("cpu_steps")["rows"]:
         if "token_ms" in one:
@@ -47,7 +47,7 @@ def cpu_first_token(name: str = "cpu_steps") -> str:
 
 
 def draft_ids() -> str:
-    """What a draft vocabulary of each size covers."""
+    """The share of answers that a draft vocabulary of each size covers."""
     found = result("draft_ids")
     rows = [
         [f"{one['ids']:,}", f"{100 * one['covered']:.1f} %", f"{100 * one['covered held out']:.1f} %"]
@@ -58,7 +58,7 @@ def draft_ids() -> str:
 
 
 def cpu_distance() -> str:
-    """How far other arithmetics part from float32."""
+    """The distance of other arithmetics from float32."""
     rows = [
         [one["arithmetic"], f"{100 * one['agreement']:.1f} %", f"{one['perplexity']:.3f}"]
         for one in result("cpu_distance")["rows"]

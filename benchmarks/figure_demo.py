@@ -8,7 +8,7 @@ from typing import Any
 from figure_text import RESULTS, result, table
 
 EARLIER = "demo_cpu_xeon", "demo_cpu_avx2"
-"""Of a drafter that was bundled before."""
+"""Results of an earlier bundled drafter."""
 UNION = "DFlash + lookup"
 MACHINES = {
     "demo_cpu": "EPYC, AVX512-BF16",
@@ -73,14 +73,14 @@ def demo_speeds() -> str:
 
 
 def demos() -> dict[str, dict[str, Any]]:
-    """What the bundled drafter brought in bfloat16, by the file: one for each CPU."""
+    """The results of the bundled drafter in bfloat16, by file: one for each CPU."""
     names = sorted(path.stem for path in RESULTS.glob("demo_cpu*.json"))
     found = {name: result(name) for name in names if name not in EARLIER}
     return {name: one for name, one in found.items() if one["dtype"] == "bfloat16" and not one["quantize"]}
 
 
 def demo_line() -> str:
-    """What DFlash brought on each CPU, in bfloat16."""
+    """The speed-ups of DFlash on each CPU, in bfloat16."""
     plain, best = [], []
     forms = result("demo_forms_cpu")["median"]
     gained = [forms["union of 8"] / forms["drafter"]]
@@ -99,7 +99,7 @@ def demo_line() -> str:
 
 
 def demo_unions() -> str:
-    """The tables of runs that asked the union beside the drafter alone."""
+    """The tables of runs with the union and the drafter alone."""
     said = []
     for name, found in demos().items():
         if UNION in {row["method"] for row in found["rows"]}:
@@ -109,7 +109,7 @@ def demo_unions() -> str:
 
 
 def demo_types() -> str:
-    """What a round of eight rows takes in each type, on each CPU whose steps were timed."""
+    """The time of a round of eight rows in each type, on each CPU whose steps were timed."""
     said = []
     for name, cpu in CPUS.items():
         rows = [row for row in result(name)["rows"] if row["method"] == "DFlash" and row["size"] == 2048]
@@ -130,7 +130,7 @@ def demo_forms() -> str:
 
 
 def demo_chat() -> str:
-    """What each form brought on chat questions, over plain decoding in its own type."""
+    """The speed-up of each form on chat questions, over plain decoding in its own type."""
     rows, found = [], result("demo_forms_chat_cpu")["over plain decoding"].values()
     for form in next(iter(found)):
         plain = ", ".join(["plain", *form.split(", ")[1:]])
@@ -142,7 +142,7 @@ def demo_chat() -> str:
 
 
 def demo_time() -> str:
-    """What `make demo` takes behind its installation, by parts."""
+    """The time of `make demo` behind its installation, by parts."""
     found = result("demo_time_cpu")
     later = found["runs"][-1]
     rows = [

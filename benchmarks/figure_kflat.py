@@ -20,12 +20,12 @@ def found(pair: str) -> dict[str, Any]:
 
 
 def cell(figures: dict[str, Any], context: int = 4096, batch: int = 1) -> dict[str, Any]:
-    """Those of one context and batch."""
+    """The figures of one context and batch."""
     return next(one for one in figures["cells"] if (one["context"], one["batch"]) == (context, batch))
 
 
 def kflat_bound() -> str:
-    """From how many rows on each chip is bound by compute, by target, context and batch."""
+    """The least number of rows that is bound by compute on each chip, by target, context and batch."""
     rows = [
         [name, f"{one['context']:,}", one["batch"], *(one["bound_from"][chip] for chip in COLOURS)]
         for pair, name in PAIRS.items()

@@ -1,4 +1,4 @@
-"""Tables of docs/slices.md: rounds compiled for slices, and which slice a pair needs."""
+"""Tables of docs/slices.md: rounds compiled for slices, and the slice that a pair needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GENERATIONS = ("v5e", "v6e", "v5p")
 
 
 def slices_aot() -> str:
-    """What each chip moves in a round, and what the chips exchange."""
+    """The bytes of each chip in a round, and the exchanges of the chips."""
     rows = []
     for one in result("slices_aot")["rounds"]:
         wide = 2 * one["rows"] * one["hidden_size"]
@@ -37,7 +37,7 @@ def slices_aot() -> str:
 
 
 def slices_hybrids() -> str:
-    """What each chip moves in a round of targets with recurrent layers, and what the chips exchange."""
+    """The bytes of each chip in a round of targets with recurrent layers, and the exchanges of the chips."""
     rows = []
     for path in sorted((RESULTS / "slices_hybrids").glob("*.json")):
         found = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Training's figures: how fast steps are, how fits went, and what drafters of each head are worth."""
+"""Training's figures: the speed of steps, the course of fits, and the worth of drafters by head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETS = {"gsm8k": "GSM8K", "mbpp": "MBPP", "humaneval": "HumanEval", "mt-bench": 
 
 
 def throughput() -> str:
-    """Training steps beside the peers'."""
+    """Training steps against the peers'."""
     results = result("train_throughput_cpu")["results"]
     head = ["blocks/s", *(f"{one['size']['name']}, {one['dtype']}" for one in results)]
     rows: dict[str, list[str]] = {}
@@ -26,7 +26,7 @@ def throughput() -> str:
 
 
 def embedded_fit() -> str:
-    """How the embedded drafter's fit went."""
+    """The course of the embedded drafter's fit."""
     last = read_log(RESULTS / "embedded_fit.jsonl")[-1]
     return (
         f"The fit took {last['seconds'] / 60:.0f} minutes: {last['step']} steps. In the end the acceptance "
@@ -52,7 +52,7 @@ def _head_row(name: str, one: dict[str, Any], sets: list[str]) -> list[str]:
 
 
 def train_heads_command() -> str:
-    """What fitted and judged them."""
+    """The command that fitted and judged the heads."""
     return command(f"python benchmarks/{result('train_heads')['provenance']['command']}")
 
 

@@ -1,4 +1,4 @@
-"""What `trees.py` found: a table, and a picture of tokens a round over the rows of a verify pass."""
+"""The results of `trees.py`: a table, and a picture of tokens a round over the rows of a verify pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMS = (*CHAINS, *(f"{form} of {rows}" for form in ("tree", "union") for rows i
 
 
 def tree_rows(name: str = "trees") -> str:
-    """Tokens a round by set and form, and how many times the drafter's chain that is."""
+    """Tokens a round by set and form, and the ratio to the drafter's chain."""
     found, rows = result(name)["tokens a round"], []
     for key, own in found.items():
         cells = (f"{own[form]:.2f} ({own[form] / own['drafter']:.2f})" for form in FORMS)

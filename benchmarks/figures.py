@@ -41,7 +41,7 @@ def by_rows() -> str:
 
 
 def filled(text: str) -> str:
-    """``text`` with what stands between its markers made anew."""
+    """``text`` with new contents between its markers."""
 
     def fill(match: re.Match[str]) -> str:
         name, old = match.groups()

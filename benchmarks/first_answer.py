@@ -1,10 +1,10 @@
-"""How long does a new process wait for its first answer, and how long for its second?
+"""Measures the wait of a new process for its first answer, and for its second.
 
     python benchmarks/first_answer.py --json docs/results/first_answer_cpu.json
 
-Each process imports the library, loads the demo pair and asks twice. What is timed is `td.generate` alone;
+Each process imports the library, loads the demo pair and asks twice. The clock covers `td.generate` alone;
 the first call's time includes importing JAX. A run is two processes: one finds the folder of compiled
-programs empty, the next finds what the first has left. `PYTHONPATH` chooses another version to compare with.
+programs empty, the next finds the programs of the first. `PYTHONPATH` chooses another version for comparison.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEW = 48
 
 
 def ask() -> dict:
-    """Seconds of the first and the second call of this process, and what the first compiled."""
+    """Seconds of the first and the second call of this process, and the programs that the first compiled."""
     target, drafter, tokenizer = td.load_demo_pair(progress=False)
     chat = [{"role": "user", "content": QUESTION}]
     options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
@@ -57,7 +57,7 @@ def in_a_process(folder: str) -> dict:
 
 
 def summary(seconds: list[float]) -> dict:
-    """The median and all that it is of."""
+    """The median and all values."""
     rounded = [round(value, 2) for value in seconds]
     return {"median": statistics.median(rounded), "seconds": rounded}
 

@@ -1,4 +1,4 @@
-"""The calls of `hf_calls.py`: what users write, by the argument that they try."""
+"""The calls of `hf_calls.py`: calls of users, by the argument that they try."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ONE_TOKEN = {"input_ids": IDS[:, -1:], "attention_mask": MASK[:, -1:]}
 class Call:
     """Options, made anew for each door: processors and caches may keep something.
 
-    ``inputs``: the prompts; ``as_if``: those that transformers is given instead, of as many columns;
+    ``inputs``: the prompts; ``as_if``: the prompts for transformers instead, with as many columns;
     ``model``: fields of the target's own ``generation_config``.
     """
 
@@ -93,7 +93,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def filled_cache() -> DynamicCache:
-    """What the target keeps of the first four columns."""
+    """The target's cache of the first four columns."""
     cache = DynamicCache(config=PAIR[0].config)
     with torch.no_grad():
         PAIR[0](IDS[:, :4], attention_mask=MASK[:, :4], **{CACHE: cache})

@@ -1,8 +1,8 @@
-"""Every way that transformers' ``generate`` is called, through our doors: the same text, or which refusal?
+"""Runs every way to call transformers' ``generate`` through our doors: the same text, or a refusal.
 
     OMP_NUM_THREADS=1 python benchmarks/hf_calls.py --json docs/results/hf_calls.json
 
-A tiny random pair, a left-padded ragged batch of two, eagerly. Greedy calls are held against
+A tiny random pair, a left-padded ragged batch of two, eagerly. Greedy calls are compared with
 ``target.generate`` without us; sampled ones run twice with a seed.
 """
 
@@ -43,7 +43,7 @@ def tokens(out: Any) -> torch.Tensor:
 
 
 def verdict(door: Any, target: Any, call: Call, want: torch.Tensor | str) -> str:
-    """What came of a call through ``door``."""
+    """The outcome of a call through ``door``."""
     seed = {"seed": 3} if call.make().get("do_sample") else {}
     try:
         found = door(target, asked(call, call.inputs) | seed)
@@ -65,7 +65,7 @@ def verdict(door: Any, target: Any, call: Call, want: torch.Tensor | str) -> str
 
 
 def asked(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call, none of which was used before."""
+    """All arguments of a call, made anew."""
     return copy.deepcopy(inputs) | COMMON | copy.deepcopy(call.make())
 
 
@@ -85,7 +85,7 @@ def run() -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
-    """Run all calls, print and write what came of them."""
+    """Run all calls, print and write the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()

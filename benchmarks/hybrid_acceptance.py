@@ -88,7 +88,7 @@ def run(line: list[Any]) -> None:
 
 
 def train_target(folder: Path, minutes: float) -> dict[str, Any]:
-    """Train and save the target and its tokenizer; what there is to tell of it."""
+    """Train and save the target and its tokenizer; returns the figures of the training."""
     teacher = load_named("demo", "ngram").tokenizer
     answers = read_answers(sorted((DATA / "train/regenerated/maths").glob("*.gz")))
     talks = [

@@ -1,4 +1,4 @@
-"""Does a target with recurrent layers step and read as fast here as in transformers, on this CPU?
+"""Compares the time of steps and of reading with transformers, for targets with recurrent layers, on a CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/hybrid_steps.py --json docs/results/hybrid_steps.json
 
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "layer_types": HYBRID},
     ),
 }
-"""By the model that lends its widths."""
+"""Cases by the model that lends its widths."""
 READ, NEW, SHORT = 2000, 64, 16
 
 
@@ -57,7 +57,7 @@ def build(case: str) -> Any:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one call, on all cores together."""
+    """CPU seconds of one call, of all cores together."""
     started = time.process_time()
     run()
     return time.process_time() - started

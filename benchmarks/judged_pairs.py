@@ -1,4 +1,4 @@
-"""Tiny pairs whose drafters learned by one convention, while their configs say another."""
+"""Tiny pairs whose drafters learned by one convention, while their configs name another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_case(
     templates: tuple[int, ...] = (ASKED,),
     **target_sizes: Any,
 ) -> Case:
-    """A pair of ``family`` that learned otherwise in ``kinds``, of each kind a change drawn by the seed.
+    """A pair of ``family`` that learned by another convention in ``kinds``; the seed draws each change.
 
     It learned from answers by ``templates``.
     """

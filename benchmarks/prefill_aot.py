@@ -50,7 +50,7 @@ def prefill(cache: str, topology: str, rows: int, layers: int) -> dict:
 
 
 def main() -> None:
-    """Compile the chunk for each topology and cache and print what it moves."""
+    """Compile the chunk for each topology and cache and print its bytes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=512)

@@ -1,4 +1,4 @@
-"""Run the README's first block of Python and keep what it prints.
+"""Run the README's first block of Python and keep its output.
 
 python benchmarks/quickstart.py --json docs/results/quickstart_cpu.json
 """

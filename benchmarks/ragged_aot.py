@@ -119,7 +119,7 @@ def verify(rows: int, layers: int, ragged: bool) -> dict:
 
 
 def main() -> None:
-    """Compile both kernels at each width and print what they move."""
+    """Compile both kernels at each width and print their bytes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])

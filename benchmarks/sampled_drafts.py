@@ -1,4 +1,4 @@
-"""How many drafts of sampled text are accepted: the likeliest tokens, or those that the row's noise picks.
+"""Counts accepted drafts of sampled text: the likeliest tokens, or those that the row's noise picks.
 
 The target's pick at a position is the largest of its logits and a noise that depends on seed, position and id
 alone. A drafter that adds the same noise to its logits picks the same token wherever the two distributions
@@ -20,7 +20,7 @@ from torch_dflash.train.answers.data import encode_conversation, read_prompts
 
 
 class Likeliest(DFlashProposer):
-    """Drafts the likeliest tokens, whatever noise the rows have."""
+    """Drafts the likeliest tokens for any noise of the rows."""
 
     name = "dflash without the rows' noise"
 
@@ -28,7 +28,7 @@ class Likeliest(DFlashProposer):
         super().__init__(drafter)
         self.drafter: Any = drafter
 
-    def draft(self, pstate, anchor, length, embed, head, asked):
+    def draft(self, pstate, anchor, length, embed, head, request):
         return self.propose(pstate, anchor, length, embed, head)
 
 

@@ -1,4 +1,4 @@
-"""Would scanning a target's layers compile faster for TPU, and at which cost in bytes?
+"""Compares compilation times and bytes of a target's layers for TPU, scanned and unrolled.
 
     PYTHONPATH=.venv/libtpu python benchmarks/scan_aot.py --json docs/results/scan_aot.json
 
@@ -39,7 +39,7 @@ FORMS = (unrolled, scanned, carried, paged_unrolled, paged_sliced, paged_flat)
 
 
 def measure(form, sizes: Sizes, device) -> dict:
-    """Compile ``form`` and read off what it costs."""
+    """Compile ``form`` and read off its costs."""
 
     def shape(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=SingleDeviceSharding(device))

@@ -1,4 +1,4 @@
-"""What scanned layers cost at run time: the unrolled and the carrying form of `scan_layers`, run on this CPU.
+"""Measures the run time of scanned layers: the unrolled and the carrying form of `scan_layers`, on this CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/scan_cpu.py --json docs/results/scan_cpu.json
 

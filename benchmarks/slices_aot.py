@@ -1,4 +1,4 @@
-"""What each chip of a slice moves in a round, and what the chips exchange: large pairs, compiled for slices.
+"""Counts bytes of each chip of a slice in a round, and exchanges of the chips, for large pairs.
 
 No TPU, no weights; libtpu compiles rounds of two target layers and one drafter layer in their real width::
 
@@ -39,7 +39,7 @@ CASES = (
 
 
 def figures(pair: str, topology: str, chips: int) -> dict:
-    """Of one chip's share of a round, batch 1, 16 rows, on pages."""
+    """Figures of one chip's share of a round, batch 1, 16 rows, on pages."""
     model = aot.abstract_pair(*large_pair(pair), capacity=CAPACITY, cache="paged", matmul_precision="default")
     compiled = aot.compile_step(model, "round", topology=topology, chips=chips)
     floor = floor_on_slice(model, place_of(model, topology, chips), CONTEXT).round
@@ -63,7 +63,7 @@ def figures(pair: str, topology: str, chips: int) -> dict:
 
 
 def main() -> None:
-    """Compile all and print what each moves."""
+    """Compile all and print the bytes of each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """v1, v1 with convolutions, DFlash2, DSpark: fitted to the same features for the same minutes, then judged.
 
 A fit's learning rate follows its steps, so each head gets as many steps as the minutes hold by its own pace:
-that of a short fit with the same options, made first. What the fits took in the end stands beside. Run again,
-it goes on where it stopped. Options behind ``--`` are those of ``torch-dflash train fit``.
+that of a short fit with the same options, made first. The JSON also has the times of the fits. Run again,
+the program resumes. Options behind ``--`` are those of ``torch-dflash train fit``.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def judge(arguments: argparse.Namespace, head: str, options: list[str]) -> dict:
 
 
 def seconds_a_step(directory: Path) -> float:
-    """Of the later steps of a fit."""
+    """The mean seconds of the later steps of a fit."""
     lines = [line for line in read_log(directory / "log.jsonl") if line["kind"] == "train"]
     return (lines[-1]["seconds"] - lines[LEFT_OUT - 1]["seconds"]) / (lines[-1]["step"] - LEFT_OUT)
 
 
 def weights(drafter: Path) -> dict[str, int]:
-    """How many weights there are, and how many of them are rows of the selector's codebooks."""
+    """Counts all weights, and those in rows of the selector's codebooks."""
     counted = {"all": 0, "codebooks": 0}
     with safe_open(drafter / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""What is timed: sizes, what all contenders of a size share, our own step and how to count operations."""
+"""Timed steps: sizes, the shared setting of all contenders, our own step and the count of operations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Size:
     sequences: int
     tokens: int
     anchors: int  # per sequence
-    answer_ids: int  # different ids in all answers: what a sampled softmax always holds
+    answer_ids: int  # different ids in all answers: a sampled softmax always holds them
 
     @property
     def blocks(self) -> int:
@@ -55,7 +55,7 @@ SIZES = [
 
 @dataclass
 class Setting:
-    """What all contenders of a size share."""
+    """The models and the batch that all contenders of a size share."""
 
     size: Size
     target: Any

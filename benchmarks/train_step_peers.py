@@ -1,4 +1,4 @@
-"""The peers' steps, what they are imported with, and whether all contenders compute the same."""
+"""The peers' steps, their imports, and a check that all contenders compute the same."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ AGREE = 1e-4
 
 
 def find_peers() -> dict[str, Any]:
-    """Version of each peer and the modules replaced to import it, or why it is missing.
+    """Version of each peer and the modules replaced for its import, or the reason of its absence.
 
-    What is replaced serves speculators' data generation and its readers of data sets; no step uses it.
+    The replaced modules serve speculators' data generation and its readers of data sets; no step uses them.
     """
     peers: dict[str, Any] = {}
     for name, module in (
@@ -41,7 +41,7 @@ def find_peers() -> dict[str, Any]:
                 if missing.split(".")[0] in ("openai", "datasets") and len(replaced) < 9:
                     replaced.append(missing)
                     sys.modules[missing] = _Replaced(missing)
-                    # What was imported halfway would be taken for whole.
+                    # A module imported halfway would be taken for whole.
                     for half in [key for key in sys.modules if key.split(".")[0] == name]:
                         del sys.modules[half]
                     continue
@@ -53,7 +53,7 @@ def find_peers() -> dict[str, Any]:
 
 
 class _Replaced(types.ModuleType):
-    """A module of which only names are asked."""
+    """A module with names alone."""
 
     __path__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Training steps per second: this library beside SpecForge and speculators, and beside this CPU's own peak.
+"""Training steps per second of this library, of SpecForge and of speculators, and this CPU's own peak.
 
 Run on an idle machine, one thread::
 

@@ -1,6 +1,6 @@
 """Tokens a round by the rows of its verify pass: chains, trees and unions, replayed on recorded drafts.
 
-The target decodes each prompt plainly. At every position each form says what it would draft there, by the
+The target decodes each prompt plainly. At every position the drafts of each form are recorded, by the
 library's own code; the rounds of all forms are then replayed on the text. A draft never changes the text, so
 these are the counts of real rounds. ``--check`` decodes some prompts with the forms and compares.
 """
@@ -90,7 +90,7 @@ def record_prompts(
 
 
 def record(arguments: argparse.Namespace, loaded: Any, asked: list[list[int]]) -> tuple[list, list]:
-    """(The new tokens of each prompt, what each form drafts at each of them)."""
+    """(The new tokens of each prompt, the drafts of each form at each of them)."""
     ids, mask = pad_rows(asked)
     new, both = arguments.max_new_tokens, td.Union(td.NGramProposer(), loaded.drafter, rows=max(ROWS))
     room = {"max_length": ids.shape[1] + new, "batch_size": len(asked), "filters": False, "verify": False}
@@ -116,7 +116,7 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def step(pair: Any, state: Any) -> tuple[dict[str, tuple], Any]:
-    """(What each form drafts, the state a token later)."""
+    """(The drafts of each form, the state a token later)."""
     target, (lookup, inner), (words, block) = pair.target, pair.proposer.parts, state.proposer.parts
     anchor, length, asked = (
         state.anchor.clone(),

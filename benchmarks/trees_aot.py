@@ -1,4 +1,4 @@
-r"""A round with a tree beside one with a chain of as many rows, compiled for TPUs that are not there.
+r"""Compares a round with a tree and one with a chain of as many rows, compiled for TPUs that are not there.
 
 No TPU, no weights; libtpu compiles for one chip, or for several that share each weight::
 
@@ -6,8 +6,8 @@ No TPU, no weights; libtpu compiles for one chip, or for several that share each
     PYTHONPATH=.venv/libtpu python benchmarks/trees_aot.py --layers 5 --chips 4 \
         --json docs/results/trees_slices_aot.json
 
-A chain of more rows than the drafter's block drafts a block as wide as its verify pass. What the JSON file
-has already is not compiled again.
+A chain of more rows than the drafter's block drafts a block as wide as its verify pass. Lines of the JSON
+file are not compiled again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOPOLOGIES = ("v5p:2x2x1", "v5e:2x2", "v6e:2x2")
 def figures(
     topology: str, rows: int, tree: bool, layers: int | None, context: int, chips: int
 ) -> dict[str, Any]:
-    """What a round of so many verified rows moves; on a slice, one of its chips."""
+    """Figures of a round of ``rows`` verified rows; on a slice, of one of its chips."""
     target, drafter = load_configs(str(CONFIGS), f"{CONFIGS}-dflash", None, layers)
     how = {"rows": rows} if tree else {"verify_width": rows, "block_size": max(rows, drafter.block_size)}
     pair = aot.abstract_pair(target, drafter, capacity=context, cache="paged", **how)
@@ -58,7 +58,7 @@ def figures(
 
 
 def main() -> None:
-    """Compile all and print what each moves."""
+    """Compile all and print the bytes of each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, help="of the target, instead of all")
     parser.add_argument("--context", type=int, default=4096)

@@ -1,14 +1,14 @@
-"""Upstream's JAX proposer with a JAX target beside ours with a PyTorch target, in vLLM on a CPU.
+"""Compares upstream's JAX proposer and target with our proposer and a PyTorch target, in vLLM on a CPU.
 
     .venv-vllm/env/bin/python benchmarks/vllm_paths.py --json docs/results/vllm_paths.json
 
 Runs in the environment of `make test-vllm`, with its LD_LIBRARY_PATH and ``PYTHONPATH=tests/in_vllm/site``.
 Both paths get one pair and the same prompts. The two targets compute in bfloat16 by different programs, so
-their texts part at near-ties: each path is held against a replay of its own text.
+their texts differ at near-ties: each path is compared with a replay of its own text.
 
     python benchmarks/vllm_paths.py --turned --json docs/results/vllm_paths_turned.json
 
-needs no vLLM: why the JAX path accepts less than its replay. That path's drafter reads ``rope_theta`` of a
+needs no vLLM, and shows why the JAX path accepts less than its replay: its drafter reads ``rope_theta`` of a
 config whose ``rope_parameters`` have it, so it takes its default, 1,000,000, where this pair has 10,000.
 """
 

@@ -1,8 +1,8 @@
-"""Which way round should linear weights lie: [out, in], as torch keeps them, or [in, out]?
+"""Compares the layouts of linear weights: [out, in], as torch keeps them, and [in, out].
 
     OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python benchmarks/weight_layout.py --json figures.json
 
-Times single products in both layouts, then whole decoding steps of the demo pair, of which one engine's
+Times single products in both layouts, then whole decoding steps of the demo pair, where one engine's
 linear weights are transposed and the other's are not. Runs alternate; ratios are medians over them.
 """
 

@@ -1,4 +1,4 @@
-"""One question, decoded plainly and with drafts: same text, fewer target passes."""
+"""Decodes one question plainly and with drafts: same text, fewer target passes."""
 
 import torch
 

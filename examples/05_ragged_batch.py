@@ -4,7 +4,7 @@ import torch_dflash as td
 
 target, tokenizer = td.load_demo_target(progress=False)
 tokenizer.padding_side = "left"
-prompts = [  # lookup drafts what has been said before
+prompts = [  # lookup drafts repetitions of the text
     "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,",
     "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
     "The dog says woof, the cat says meow, the cow says",

@@ -1,4 +1,4 @@
-"""What a round of a pair moves on a TPU that is not there. Needs libtpu: pip install 'jax[tpu]'."""
+"""Prints the bytes of a round on a TPU that is not there. Needs libtpu: pip install 'jax[tpu]'."""
 
 import jax_bridge as jb
 import torch_dflash as td

@@ -129,17 +129,17 @@ def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap):
     query, sinks = inputs[0], inputs[-1]
     rule: Any = {"scale": scale, "window": window, "softcap": softcap}
 
-    def asked(inputs):
+    def inputs_of(inputs):
         return AttentionInputs(*inputs[:-1], sinks=inputs[-1], **rule)
 
     def plain(inputs, key, value, mask):
-        return call_torch(dense_attention.plain, asked(inputs), key, value, mask)
+        return call_torch(dense_attention.plain, inputs_of(inputs), key, value, mask)
 
     def streamed(inputs, key, value, mask):
-        return stream_dense(asked(inputs), key, value)
+        return stream_dense(inputs_of(inputs), key, value)
 
     def kernel(inputs, key, value, mask):
-        return block_of_cache(asked(inputs), key, value)
+        return block_of_cache(inputs_of(inputs), key, value)
 
     few = query.shape[2] <= MOST_ROWS and sinks is None and softcap is None
     known = few and key.shape == value.shape and key.dtype == query.dtype

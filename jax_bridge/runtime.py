@@ -128,16 +128,16 @@ class XlaRuntime:
 
     def check_memory(self, tensors: dict[str, Any]) -> None:
         """Raise ``ValueError`` if weights and state exceed a device's memory, where that is known."""
-        room = memory_of(self._place.devices)
-        if room is None:
+        memory = memory_of(self._place.devices)
+        if memory is None:
             return
         weights = {name: shape_of(leaf) for name, leaf in tensors.items()}
         weights, state = self._place.share(weights, self._state_dtypes.shapes(weights))
-        fewer = ", batch_size or pool_pages" if self.plan.cache == "paged" else " or batch_size"
+        others = ", batch_size or pool_pages" if self.plan.cache == "paged" else " or batch_size"
         check_memory(
             {"weights": bytes_of(weights), "state": bytes_of(state)},
-            room,
-            f"spread the pair over more of them (mesh), or lower max_length{fewer}",
+            memory,
+            f"spread the pair over more of them (mesh), or lower max_length{others}",
         )
 
     def refresh(self, tensors: dict[str, Any]) -> Arrays:

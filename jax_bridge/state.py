@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.tails import whole_tails
-from torch_dflash.cache.dense import StaticLayer
-from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cache.ring import RingLayer
+from torch_dflash.cache.spec import ByPosition
 from torch_dflash.pytrees import PYTREES
 
 _registered: set[type] = set()
@@ -65,7 +64,7 @@ def widened(state: Any) -> Any:
 
 def is_cache(node: Any) -> bool:
     """Whether ``node`` of a state is a layer's cache of keys and values."""
-    return isinstance(node, StaticLayer | RingLayer | PagedLayer)
+    return isinstance(node, ByPosition | RingLayer)
 
 
 register_states()

@@ -1,4 +1,4 @@
-"""Who may import whom, how large things may grow, and that shape annotations are true."""
+"""Modules import along the floors, sizes have limits, and shape annotations are true."""
 
 import ast
 import io
@@ -80,7 +80,7 @@ def roots(name):
 
 
 def ours(name):
-    """Modules of its own package that a module imports, without the package's name."""
+    """Modules of the same package that a module imports, without the package's name."""
     package = name.split(".")[0] + "."
     return {
         module.removeprefix(package)
@@ -214,11 +214,24 @@ def test_no_two_test_files_share_a_name():
     assert sorted(names) == sorted(set(names))
 
 
+def test_docstrings_begin_with_a_statement():
+    """No docstring begins with a question word; "Whether" begins those of functions that return a bool."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for room in ("torch_dflash", "jax_bridge", "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]:
+                first = re.match(r"\w*", ast.get_docstring(node) or "")[0]
+                where = f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
+                assert first not in ("What", "Which", "How", "Where", "Who", "Whose", "Of"), where
+                answer = ast.unparse(getattr(node, "returns", None) or ast.Constant(None))
+                assert first != "Whether" or "bool" in answer.lower(), where
+
+
 def test_no_circle():
     graph = {}
     for name, path in MODULES.items():
         found = {module for module, lazy in imports(path) if module in MODULES and module != name}
-        # What a package is imported for is the module named in it.
+        # An import of a name from a package means the module named in it.
         packages = {module for module in found if any(other.startswith(module + ".") for other in found)}
         graph[name] = found - packages
     list(TopologicalSorter(graph).static_order())
@@ -292,25 +305,13 @@ def test_both_packages_keep_to_their_lines():
     assert sum(map(lines_of_code, MODULES.values())) <= LINES
 
 
-# The names that mappings of a call's options have below the one reader.
-OPTION_NAMES = {
-    "options",
-    "given",
-    "asked",
-    "named",
-    "kwargs",
-    "model_kwargs",
-    "built",
-    "own",
-    "bound",
-    "call",
-    "made",
-}
+# The names of mappings of a call's options below the one reader.
+OPTION_NAMES = {*"options given requested named kwargs model_kwargs built own bound call made".split()}
 READERS = ("torch_dflash.engine", "torch_dflash.requests", "torch_dflash.integrations")
 
 
 def changes_of_options(tree):
-    """Lines that take something out of, or put something into, a mapping of options."""
+    """Lines that remove an option from a mapping, or add one."""
     for node in ast.walk(tree):
         touched = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "pop":
@@ -326,7 +327,7 @@ def test_options_are_changed_nowhere_below_their_one_reader():
     below = [name for name in MODULES if name.startswith(READERS) and name != "torch_dflash.requests.read"]
     found = {name: [*changes_of_options(ast.parse(MODULES[name].read_text()))] for name in below}
     assert len(below) > 30 and not {name: lines for name, lines in found.items() if lines}
-    assert sorted(changes_of_options(ast.parse("options.pop('seed')\ndel given[1]\nasked['a'] = 2"))) == [
+    assert sorted(changes_of_options(ast.parse("options.pop('seed')\ndel given[1]\nrequested['a'] = 2"))) == [
         1,
         2,
         3,
@@ -365,7 +366,7 @@ def test_no_remote_code_and_no_environment_options():
 
 
 def test_a_torchax_that_does_not_import_says_which_one_does(tmp_path):
-    # As 0.0.13 fails on torch 2.13: not with an ImportError.
+    # The error of 0.0.13 on torch 2.13, which is no ImportError.
     (tmp_path / "torchax.py").write_text("raise AttributeError('no attribute _C._x')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
     done = python(

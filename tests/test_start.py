@@ -1,4 +1,4 @@
-"""``import torch_dflash`` imports little, and each public name stays what it is."""
+"""``import torch_dflash`` imports little, and each public name stays the same object."""
 
 import ast
 import importlib
@@ -30,7 +30,6 @@ def test_a_drafter_has_its_method_whichever_name_comes_first():
 
 
 def spent(code):
-    """The least CPU seconds of three runs."""
     found = []
     for _ in range(3):
         before = os.times()

@@ -96,8 +96,8 @@ def known_draft(draft: Any, plan: DecodePlan, vocab_size: int) -> Draft:
                 "Draft.parent is set: a tree of drafts, and the proposer has no depth; set how many nodes "
                 "its deepest path has (depth = 7), or propose a chain and leave parent None."
             )
-        fewer = getattr(draft.tokens, "shape", ())[1:] or (plan.nodes,)  # in a narrower round
-        wanted["tokens"] = wanted["parent"] = (plan.batch_size, min(plan.nodes, *fewer))
+        narrower = getattr(draft.tokens, "shape", ())[1:] or (plan.nodes,)  # in a narrower round
+        wanted["tokens"] = wanted["parent"] = (plan.batch_size, min(plan.nodes, *narrower))
     for name, shape in wanted.items():
         found = getattr(draft, name)
         whole = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64)

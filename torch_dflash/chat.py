@@ -107,7 +107,7 @@ class Chat(OfOneProcess):
         prompt = self._render(messages, tools, add_generation_prompt=True)
         options = self._options | options
         if not _has_length(options):
-            options["max_new_tokens"] = self._room(len(prompt))
+            options["max_new_tokens"] = self._remaining(len(prompt))
         options.setdefault("tokenizer", self._tokenizer)  # for stop strings and formats
         settled = _shared(prompt, self._render(messages, tools, add_generation_prompt=False))
         gains = self._session.gains(prompt, settled, **options)
@@ -143,14 +143,14 @@ class Chat(OfOneProcess):
             raise ValueError("messages: the tokenizer's chat template makes no token of them; mend either.")
         return ids
 
-    def _room(self, length: int) -> int:
-        room = self._engine.plan.capacity - length
-        if room < 1:
+    def _remaining(self, length: int) -> int:
+        remaining = self._engine.plan.capacity - length
+        if remaining < 1:
             raise ValueError(
                 f"messages: {length} tokens leave no room for an answer in max_length="
                 f"{self._engine.plan.capacity}; leave messages out, or compile with a larger max_length."
             )
-        return room
+        return remaining
 
 
 def _has_length(options: Mapping[str, Any]) -> bool:

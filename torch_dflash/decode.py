@@ -93,8 +93,8 @@ def draft(pair: Pair, state: DecodeState, width: int | None = None) -> tuple[Dra
     """The proposer's pass: (a draft after each row's anchor, its state); ``width`` as in `verify`."""
     target, proposer, plan = pair.target, pair.proposer, pair.plan
     own = state.anchor.clone(), state.length.clone()  # copies, which the proposer may overwrite
-    asked = DraftRequest(state.sampling, width or plan.verify_width)
-    proposed = proposer.draft(state.proposer, *own, target.embed, target.head, asked)
+    request = DraftRequest(state.sampling, width or plan.verify_width)
+    proposed = proposer.draft(state.proposer, *own, target.embed, target.head, request)
     drafted, pstate = drafted_by(proposer, proposed)
     return known_draft(drafted, plan, target.vocab_size), pstate
 
@@ -134,13 +134,13 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
     """Keep the drafts that equal the target's picks, and the next pick, up to a stop id or the limit."""
     seen, accepted, path = _accepted(pair.plan, drafted, seen)
     kept, stopped = trim_at_stop(seen.picks, accepted, state.stop_ids)
-    room = state.limit - state.committed
-    count = torch.where(state.done, 0, torch.minimum(kept, room))
+    remaining = state.limit - state.committed
+    count = torch.where(state.done, 0, torch.minimum(kept, remaining))
     return replace(
         state,
         tokens=write_rows(state.tokens, seen.picks, state.committed, dim=1),
         length=state.length + count,
-        done=state.done | (stopped & (kept <= room)) | (kept >= room),
+        done=state.done | (stopped & (kept <= remaining)) | (kept >= remaining),
         cache=tuple(layer.commit(count, path) for layer in seen.cache),
         proposer=pair.proposer.observe(pstate, seen.features, seen.ids, seen.picks, count),
         rules=tuple(

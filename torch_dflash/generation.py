@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from torch_dflash.checks import check_blocks, check_mesh, check_streamer
 from torch_dflash.engine.bridge import hosts_of
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.hosts import digest_of, read_together, said_of
+from torch_dflash.engine.hosts import digest_of, facts_of, read_broadcast
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.replicas import engine_of
@@ -198,7 +198,7 @@ def generate(
         TypeError, ValueError: bad input, before any generation starts. RuntimeError: ``runtime="xla"`` in a
             process that was forked after JAX had started.
     """
-    asked = options | {
+    requested = options | {
         "max_new_tokens": max_new_tokens,
         "do_sample": do_sample,
         "temperature": temperature,
@@ -210,7 +210,7 @@ def generate(
         "stopping_criteria": stopping_criteria,
         "return_dict_in_generate": return_dict_in_generate,
     }
-    call = prepare("generate", target, drafter, input_ids, attention_mask, asked, streamer)
+    call = prepare("generate", target, drafter, input_ids, attention_mask, requested, streamer)
     output = call.engine().run(call.request, streamer)
     return output if return_dict_in_generate else output.sequences
 
@@ -256,9 +256,9 @@ def prepare(
         return PreparedCall(target, drafter, request, made)
 
     check_models(target, drafter)
-    asked, runtime, replicas = options.get("mesh"), options.get("runtime", "xla"), options.get("replicas", 1)
-    check_mesh(asked, runtime, replicas)
-    mesh = mesh_of(target, asked, replicas)
+    wanted, runtime, replicas = options.get("mesh"), options.get("runtime", "xla"), options.get("replicas", 1)
+    check_mesh(wanted, runtime, replicas)
+    mesh = mesh_of(target, wanted, replicas)
     if (hosts := hosts_of(runtime, mesh, replicas)) is None:
         return read(input_ids, attention_mask, options)
 
@@ -266,5 +266,5 @@ def prepare(
         engine: Any = call.engine()
         return digest_of(call.request, replace(call.options, mesh=None)) | engine.bits()
 
-    said = said_of(hosts, mesh, target, drafter)
-    return read_together(hosts, what, said, (input_ids, attention_mask, options), read, digest)
+    facts = facts_of(hosts, mesh, target, drafter)
+    return read_broadcast(hosts, what, facts, (input_ids, attention_mask, options), read, digest)

@@ -64,9 +64,9 @@ def stream(
     Raises:
         TypeError, ValueError: bad input, raised by this call and not at the first piece.
     """
-    asked = {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
-    asked |= options | {"processors": processors, "runtime": runtime}
-    call = prepare("stream", target, drafter, input_ids, attention_mask, asked)
+    wanted = {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
+    wanted |= options | {"processors": processors, "runtime": runtime}
+    call = prepare("stream", target, drafter, input_ids, attention_mask, wanted)
     check_streamed(call.request.logprobs)
     gains = call.engine().gains(call.request)
     rows = len(call.request.rows)
@@ -78,9 +78,9 @@ def pieces(gains: Generator[list[Any], None, None], texts: list[TextStream | Non
     """Make pieces of the rows' new tokens, one list for each read."""
     over = [False] * len(texts)
     with closing(gains):  # closes at once, though a traceback may hold the generator
-        for gained in gains:
+        for deltas in gains:
             pieces = []
-            for row, (gain, stream) in enumerate(zip(gained, texts, strict=True)):
+            for row, (gain, stream) in enumerate(zip(deltas, texts, strict=True)):
                 final = gain.done and not over[row]
                 over[row] = gain.done
                 text = "" if stream is None else stream.push(gain.tokens, final=final)

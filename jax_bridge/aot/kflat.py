@@ -131,13 +131,13 @@ def _cell(
 ) -> dict[str, Any]:
     pair = model.pair
     work = [work_of(pair, weights, context, batch, rows) for rows in ROWS]
-    draft, gained = draft_of(model, context, batch), tokens(acceptance)
+    draft, tokens_per_pass = draft_of(model, context, batch), tokens(acceptance)
     took = {name: [one.seconds(chip) for one in work] for name, chip in CHIPS.items()}
 
     def speedups(name: str) -> list[float]:
         own, drafting = took[name], draft.seconds(CHIPS[name])
         rounds = [own[0], *(each + drafting for each in own[1:])]
-        return [round(own[0] * gain / each, 3) for gain, each in zip(gained, rounds, strict=True)]
+        return [round(own[0] * gain / each, 3) for gain, each in zip(tokens_per_pass, rounds, strict=True)]
 
     return {
         "context": context,

@@ -66,10 +66,10 @@ def fit_memory(
         ModuleNotFoundError: libtpu is not installed. ValueError, TypeError: no such topology, no pair, or one
         that is not decoded on several chips. CompileError: even a few layers do not fit.
     """
-    room, size = HBM[generation_of(topology)], Size(batch_size, context)
+    hbm, size = HBM[generation_of(topology)], Size(batch_size, context)
     chips = len(find_topology(topology).devices) if chips is None else chips
     pair = spread(target, drafter, size, topology, slice_devices(topology, chips).size, **plan)
-    fit = _Fit(pair, size, room, positions_of(target), programs, say)
+    fit = _Fit(pair, size, hbm, positions_of(target), programs, say)
     held, spent = fit.held(size), fit.spent(size)
     total = needed(held, _most(spent))
     return {
@@ -84,8 +84,8 @@ def fit_memory(
         "bytes": held | {"temporaries": _most(spent)},
         "temporaries": spent,
         "needed_bytes": total,
-        "hbm_bytes": room,
-        "fits": total <= room,
+        "hbm_bytes": hbm,
+        "fits": total <= hbm,
         "largest": {what: fit.largest(what, confirm and programs) for what in search},
         "slices": smallest_slices(pair, Size(1, context), fit.known, _most(spent)),
     }
@@ -96,10 +96,10 @@ def _most(spent: dict[str, int]) -> int:
 
 
 class _Fit:
-    """Sizes of a pair that fit ``room`` bytes, from ``size`` on; programs of each size are compiled once."""
+    """Sizes of a pair that fit ``hbm`` bytes, from ``size`` on; programs of each size are compiled once."""
 
-    def __init__(self, pair: Spread, size: Size, room: int, positions: int, programs: bool, say: Any):
-        self.pair, self.size, self.room, self.say = pair, size, room, say
+    def __init__(self, pair: Spread, size: Size, hbm: int, positions: int, programs: bool, status: Any):
+        self.pair, self.size, self.hbm, self.status = pair, size, hbm, status
         self._most = {"batch": MOST_ROWS, "context": positions}
         self._spent: dict[Size, dict[str, int]] = {}
         self._programs = PROGRAMS if programs else ()
@@ -124,7 +124,7 @@ class _Fit:
         unit = 1 if what == "batch" else STEP
         for _ in range(TRIES):
             taken = self._whole(self._at(what, found))
-            if taken is not None and taken <= self.room:
+            if taken is not None and taken <= self.hbm:
                 return {"value": found, "confirmed": True, "needed_bytes": taken}
             found -= max(unit, found // 32 // unit * unit)
             if found < 1:
@@ -133,19 +133,19 @@ class _Fit:
 
     def _slope(self, what: str) -> float:
         """Bytes of temporaries per unit of ``what``, from two sizes."""
-        asked = getattr(self.size, what)
-        other = min(2 * asked, self._most[what])
-        if other == asked:
+        current = getattr(self.size, what)
+        other = min(2 * current, self._most[what])
+        if other == current:
             return 0.0
-        first = _most(self.spent(self.size))
+        smaller = _most(self.spent(self.size))
         try:
-            second = _most(self.spent(self._at(what, other)))
+            larger = _most(self.spent(self._at(what, other)))
         except CompileError:  # far too large
-            return first / asked
-        return max(0.0, (second - first) / (other - asked))
+            return smaller / current
+        return max(0.0, (larger - smaller) / (other - current))
 
     def _search(self, what: str, slope: float) -> int | None:
-        unit, asked = 1 if what == "batch" else STEP, getattr(self.size, what)
+        unit, current = 1 if what == "batch" else STEP, getattr(self.size, what)
         first = _most(self.spent(self.size))
 
         def fits(count: int) -> bool:
@@ -154,7 +154,7 @@ class _Fit:
                 held = self.held(self._at(what, value))
             except ValueError:  # more positions than are counted
                 return False
-            return needed(held, first + slope * max(0, value - asked)) <= self.room
+            return needed(held, first + slope * max(0, value - current)) <= self.hbm
 
         most = -(-self._most[what] // unit)
         if not fits(1):
@@ -176,10 +176,10 @@ class _Fit:
             steps = {name: self._compile(self.size, name) for name in PROGRAMS}
         except CompileError as error:
             held = needed(self.pair.held(self.size, Unfilled()), 0)
-            lack = f": {format_bytes(held - self.room)} too few" if held > self.room else ""
+            lack = f": {format_bytes(held - self.hbm)} too few" if held > self.hbm else ""
             raise CompileError(
                 f"{error} Without programs the whole pair takes {format_bytes(held)} of each chip, which has "
-                f"{format_bytes(self.room)}{lack}."
+                f"{format_bytes(self.hbm)}{lack}."
             ) from error
         self._spent[self.size] = {name: temporaries(step) for name, step in steps.items()}
         return self.pair.laid(self.size, steps[PROGRAMS[0]])
@@ -189,18 +189,18 @@ class _Fit:
         try:
             return max(self._compile(size, name, whole=True).hbm_bytes for name in PROGRAMS)
         except CompileError as error:
-            self.say(f"  {error}")
+            self.status(f"  {error}")
             return None
 
     def _compile(self, size: Size, program: str, whole: bool = False) -> Any:
         layers = "all" if whole else str(self.pair.layers)
         rows = f"{size.batch} x {size.context}"
-        self.say(f"compiling {program} of {layers} layers for {self.pair.topology}, {rows} positions ...")
+        self.status(f"compiling {program} of {layers} layers for {self.pair.topology}, {rows} positions ...")
         try:
             step = self.pair.compiled(size, program, whole)
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(
                 f"{program} for {self.pair.topology}: {' '.join(str(error).split())[:300]}"
             ) from error
-        self.say(f"  {step.compile_seconds:.1f} s, {temporaries(step) / 1e6:.1f} MB besides")
+        self.status(f"  {step.compile_seconds:.1f} s, {temporaries(step) / 1e6:.1f} MB besides")
         return step

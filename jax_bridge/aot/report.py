@@ -40,7 +40,7 @@ def report(
     passes: tuple[str, ...] = PASSES,
     chips: int = 1,
     dump: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    status: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Compile ``passes`` for chips of ``topology``; the bytes that each moves, and their floors.
 
@@ -52,7 +52,7 @@ def report(
         chips: number of chips that share each weight; all figures are of one of them.
         dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each. A file that cannot be written
             is reported and skipped.
-        say: called with a line before and after every compilation, which takes minutes for a large model.
+        status: called with a line before and after every compilation, which takes minutes for a large model.
 
     Returns:
         Bytes, milliseconds and counts by name. ``roofline_ms`` is the longer of the round's HBM time (at the
@@ -69,14 +69,14 @@ def report(
         floor = floor_on_slice(model, place_of(model, topology, chips), context)
     steps: dict[str, CompiledStep] = {}
     for name in passes:
-        say(f"compiling {name} for {topology} ...")
+        status(f"compiling {name} for {topology} ...")
         try:
             steps[name] = step = compile_step(model, name, topology=topology, chips=chips)
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"{name} for {topology}: {' '.join(str(error).split())[:400]}") from error
-        say(f"  {step.compile_seconds:.1f} s, {step.traffic_bytes / 1e9:.3f} GB a run")
+        status(f"  {step.compile_seconds:.1f} s, {step.traffic_bytes / 1e9:.3f} GB a run")
         if dump is not None:
-            _dump(Path(dump) / f"{name}.hlo.txt", step.hlo, say)
+            _dump(Path(dump) / f"{name}.hlo.txt", step.hlo, status)
     attention = {"verify": floor.verify_attention_flops, "draft": floor.draft_attention_flops}
     attention["round"] = attention["verify"] + attention["draft"]
     figures: dict[str, Any] = {}
@@ -97,11 +97,11 @@ def report(
     }
 
 
-def _dump(file: Path, hlo: str, say: Callable[[str], None]) -> None:
+def _dump(file: Path, hlo: str, status: Callable[[str], None]) -> None:
     try:
         file.write_text(hlo)
     except OSError as error:  # such as a full disk: do not lose minutes of compiling
-        say(f"  {file} could not be written ({error.strerror})")
+        status(f"  {file} could not be written ({error.strerror})")
 
 
 def _summary(step: CompiledStep, attention: int, chip: Chip) -> dict[str, Any]:

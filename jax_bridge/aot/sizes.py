@@ -154,21 +154,21 @@ def smallest_slices(
 def _smallest(
     generation: str, pair: Spread, size: Size, laid: Laid | Unfilled, spent: int
 ) -> dict[str, Any] | None:
-    room = HBM[generation]
+    hbm = HBM[generation]
     alone = needed(replace(pair, chips=1).held(size, laid), 0)
     for topology, chips in _tried(generation):
-        if alone > chips * room:
+        if alone > chips * hbm:
             continue  # too large even if everything could be cut
         try:
             held = replace(pair, topology=topology, chips=chips).held(size, laid)
         except ValueError as error:  # a pair that is not decoded on several
             return {"refused": str(error)}
-        if needed(held, spent) <= room:
+        if needed(held, spent) <= hbm:
             return {
                 "topology": topology,
                 "chips": chips,
                 "needed_bytes": needed(held, spent),
-                "hbm_bytes": room,
+                "hbm_bytes": hbm,
             }
     return None
 

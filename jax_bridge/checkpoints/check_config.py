@@ -44,17 +44,17 @@ def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: 
         if name not in scope or scope[name] is None or (field not in _ROWS and type(scope[name]) is list):
             continue  # the class's default, or one for each layer
         value: Any = scope[name]
-        said = f"{name}={value!r} in {where}/config.json"
+        shown = f"{name}={value!r} in {where}/config.json"
         least = 0 if field in _MAY_BE_ZERO else 1
         if not is_count(value) or value < least:
-            raise ValueError(f"{said}: must be an integer of at least {least}.")
+            raise ValueError(f"{shown}: must be an integer of at least {least}.")
         wrong = "config and weights are of different models; fetch both again."
         if field in _LAYERS and value > len(stored):
-            raise ValueError(f"{said}, but {files} holds {len(stored)} tensors, fewer than layers; {wrong}")
+            raise ValueError(f"{shown}, but {files} holds {len(stored)} tensors, fewer than layers; {wrong}")
         if field in _ROWS and value not in lengths:
-            raise ValueError(f"{said}, but no tensor of {files} has a dimension of that length; {wrong}")
+            raise ValueError(f"{shown}, but no tensor of {files} has a dimension of that length; {wrong}")
         if field in _ALWAYS_FITS and value > max(elements, _ALWAYS_FITS[field]):
-            raise ValueError(f"{said}, but all of {files} holds {elements} numbers; {wrong}")
+            raise ValueError(f"{shown}, but all of {files} holds {elements} numbers; {wrong}")
 
 
 def _own_name(config: Mapping[str, Any], field: str) -> str:

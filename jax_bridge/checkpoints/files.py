@@ -75,8 +75,8 @@ def fingerprint_of(parts: dict[str, list[Source]], kept: dict[str, torch.dtype])
             middle = [slice(size // 2, size // 2 + 1) for size in part.shape[:-1]]
             some = part.read_part((*middle, *[slice(0, SAMPLE)][: len(part.shape)]))
             bits = some.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            said = f"{name} {part.dtype} {kept.get(name)} {part.shape}"
-            crc = zlib.crc32(bits, zlib.crc32(said.encode(), crc))
+            header = f"{name} {part.dtype} {kept.get(name)} {part.shape}"
+            crc = zlib.crc32(bits, zlib.crc32(header.encode(), crc))
     return f"{crc:08x}"
 
 

@@ -28,7 +28,7 @@ from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_me
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, check_loaded, keep
 from torch_dflash.checks import check_mesh, check_types
-from torch_dflash.engine.hosts import read_alike
+from torch_dflash.engine.hosts import read_compared
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
 from torch_dflash.runtime_kinds import RUNTIMES
@@ -85,22 +85,22 @@ class DeviceModel:
         check_loaded(compute, quantize)
         return self.arrays
 
-    def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
-        """The mesh of the arrays; ``ValueError`` if a call ``asked`` for another one.
+    def mesh_for(self, requested: Any, replicas: int = 1) -> Any:
+        """The mesh of the arrays; ``ValueError`` if a call ``requested`` another one.
 
         With replicas they must be on the first one's part: the others get copies.
         """
         own = [default_device()] if self.mesh is None else list(self.mesh.devices.flat)
-        wanted = own if asked is None else parts_of(asked, replicas)[0]
+        wanted = own if requested is None else parts_of(requested, replicas)[0]
         if wanted != own:
             here = "JAX's default device" if self.mesh is None else f"{len(own)} devices"
-            ids, asked_ids = ([device.id for device in devices] for devices in (own, wanted))
+            ids, requested_ids = ([device.id for device in devices] for devices in (own, wanted))
             there = "there" if replicas == 1 else "on the first replica's"
             raise ValueError(
-                f"mesh={asked!r}, of devices {asked_ids}: the target was loaded on {here}, {ids} in this "
-                f"order; load it {there}, jb.load(..., mesh=...), or leave mesh out."
+                f"mesh={requested!r}, of devices {requested_ids}: the target was loaded on {here}, {ids} in "
+                f"this order; load it {there}, jb.load(..., mesh=...), or leave mesh out."
             )
-        return self.mesh if replicas == 1 else asked
+        return self.mesh if replicas == 1 else requested
 
 
 def load(
@@ -157,7 +157,7 @@ def load(
     def digest(found: DeviceModel) -> dict[str, str]:
         return {"the mesh": hosts.order(mesh), "the checkpoint": found.checkpoint}
 
-    return read_alike(hosts, "jb.load", read, digest)
+    return read_compared(hosts, "jb.load", read, digest)
 
 
 def _load(
@@ -263,11 +263,11 @@ def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _dtype(model: Any, name: str, part: Source, tensor: Any, asked: torch.dtype | None) -> torch.dtype:
+def _dtype(model: Any, name: str, part: Source, tensor: Any, requested: torch.dtype | None) -> torch.dtype:
     """The type of a loaded tensor, as ``from_pretrained`` decides it."""
     if not part.dtype.is_floating_point or not isinstance(tensor, torch.nn.Parameter):
         return tensor.dtype
-    wanted = asked or model.config.dtype or part.dtype
+    wanted = requested or model.config.dtype or part.dtype
     kept = list(model._keep_in_fp32_modules_strict or ()) if wanted != torch.float32 else []
     if wanted == torch.float16:
         kept += list(model._keep_in_fp32_modules or ())

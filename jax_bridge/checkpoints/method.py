@@ -85,15 +85,15 @@ def _compressed(given: Mapping[str, Any], where: str) -> tuple[Block, ...]:
     for title, group in groups.items():
         group = _object(group, f"config_groups[{title!r}]", where)
         weights = _object(group.get("weights"), f"weights of config_groups[{title!r}]", where)
-        said = {
+        scheme = {
             "format": group.get("format") or given.get("format"),
             "num_bits": weights.get("num_bits"),
             "symmetric": weights.get("symmetric", True),
         }
         for name, known in (("format", _FORMATS), ("num_bits", (8,)), ("symmetric", (True,))):
-            if said[name] not in known:
+            if scheme[name] not in known:
                 raise ValueError(
-                    f"{where}: {name}={said[name]!r} of compressed-tensors in quantization_config; "
+                    f"{where}: {name}={scheme[name]!r} of compressed-tensors in quantization_config; "
                     f"{', '.join(map(str, known))} is read. Else {INSTEAD}"
                 )
         blocks += _of_strategy(weights, where)

@@ -1,1 +1,1 @@
-"""Several processes that decode as one: what all agree on, and how all end when one does."""
+"""Processes of one mesh: they compare every call, and all end when one of them ends."""

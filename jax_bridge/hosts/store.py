@@ -1,4 +1,4 @@
-"""JAX's coordination service, as keys and values that all processes see."""
+"""JAX's coordination service as a store of keys and values, which all processes share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from jax._src import distributed
 
 ROOT = "torch_dflash/"
 PIECE = 1 << 20
-"""Bytes of a value that is sent in several."""
+"""Most bytes of a piece of a value that is sent in pieces."""
 
 
 class Store:
-    """What `jax.distributed.initialize` has joined. Every method may be called from any thread.
+    """The store of the processes that `jax.distributed.initialize` has joined; any thread may call it.
 
     Attributes:
-        process, count: this process's index, and how many there are.
+        process: index of this process. count: number of processes.
     """
 
     def __init__(self, client: Any, process: int, count: int):
@@ -23,26 +23,26 @@ class Store:
 
     @classmethod
     def joined(cls) -> Store | None:
-        """That of this process; None: it has joined none."""
+        """The store of this process; None: this process has joined no others."""
         state = distributed.global_state
         return None if state.client is None else cls(state.client, state.process_id, state.num_processes)
 
     def put(self, key: str, value: str) -> None:
-        """Set a value, whatever stood there."""
+        """Set a value, or replace it."""
         self._client.key_value_set(ROOT + key, value, allow_overwrite=True)
 
     def put_bytes(self, key: str, value: bytes) -> int:
-        """Set a value of any size in pieces, of which the number is returned."""
+        """Set a value of any size in pieces; returns their number."""
         pieces = [value[at : at + PIECE] for at in range(0, len(value), PIECE)]
         for at, piece in enumerate(pieces):
             self._client.key_value_set_bytes(f"{ROOT}{key}/{at}", piece, allow_overwrite=True)
         return len(pieces)
 
     def wait(self, key: str, seconds: float) -> str:
-        """A value, once it is set.
+        """The value of ``key``, once it is set.
 
         Raises:
-            jax.errors.JaxRuntimeError: it was not within ``seconds``, or the service has gone.
+            jax.errors.JaxRuntimeError: the value was not set within ``seconds``, or the service has ended.
         """
         return self._client.blocking_key_value_get(ROOT + key, int(seconds * 1000))
 
@@ -56,14 +56,14 @@ class Store:
         return b"".join(found)
 
     def entries(self, folder: str) -> dict[int, str]:
-        """The values of processes, by their index, in ``folder``."""
+        """The values in ``folder`` by the index of their process."""
         found = self._client.key_value_dir_get(f"{ROOT}{folder}/")
         return {int(key.rpartition("/")[2]): value for key, value in found}
 
     def drop(self, key: str) -> None:
-        """Forget a value, or a folder."""
+        """Delete a value, or a folder."""
         self._client.key_value_delete(ROOT + key)
 
-    def meet(self, name: str, seconds: float) -> None:
-        """Wait until every process is here; raises as `wait`."""
+    def barrier(self, name: str, seconds: float) -> None:
+        """Wait until every process has come to the barrier ``name``; raises as `wait`."""
         self._client.wait_at_barrier(ROOT + name, int(seconds * 1000))

@@ -33,8 +33,8 @@ def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Flo
     run the loop everywhere.
     """
     arrays, rule, tree = inputs[:4], {"scale": inputs.scale, "window": inputs.window}, inputs.tree
-    alike = past.key.shape == past.value.shape and past.key.dtype == inputs.query.dtype
-    if inputs.sinks is not None or inputs.softcap is not None or (tree is not None and not alike):
+    same_layout = past.key.shape == past.value.shape and past.key.dtype == inputs.query.dtype
+    if inputs.sinks is not None or inputs.softcap is not None or (tree is not None and not same_layout):
         return stream_past(inputs, past, causal)
     kernel = partial(pallas_block_attention, **rule, causal=causal)
 
@@ -141,18 +141,18 @@ def _grid(
     def of_block(rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, own, rows, dim), lambda half, b, step, *_: (*halves.place(half, b), 0, 0))
 
-    def reached(half, b, step, used):
+    def block_index(half, b, step, used):
         block, end = _reach(halves, half, step, used[b], keys)
         return jnp.minimum(block, jax.lax.div(jnp.maximum(end - 1, 0), keys))
 
     def of_context(half, b, step, start, used):
         b, place = halves.place(half, b)
-        at = reached(half, b, step, used)
+        at = block_index(half, b, step, used)
         return (b, place, 0, at) if turned else (b, place, at, 0)
 
     def of_positions(half, b, step, start, used):
         b, _ = halves.place(half, b)
-        return b, 0, reached(half, b, step, used)
+        return b, 0, block_index(half, b, step, used)
 
     def of_results(half, b, step, start, used):
         return *halves.result(half, b), 0, 0

@@ -50,8 +50,8 @@ class SoftmaxRefs(NamedTuple):
         peak = jnp.maximum(before, jnp.max(score, axis=1, keepdims=True))
         weight = jnp.where(seen, jnp.exp(score - peak), 0.0)
         fade = jnp.exp(before - peak)
-        gained = jnp.sum(weight, axis=1, keepdims=True)
-        self.total[head] = jnp.broadcast_to(self.total[head][:, :1] * fade + gained, self.total.shape[1:])
+        added = jnp.sum(weight, axis=1, keepdims=True)
+        self.total[head] = jnp.broadcast_to(self.total[head][:, :1] * fade + added, self.total.shape[1:])
         self.top[head] = jnp.broadcast_to(peak, self.top.shape[1:])
         self.sums[head] = self.sums[head] * fade + product(weight.astype(value.dtype), value, int(turned))
 

@@ -60,9 +60,9 @@ class SoftmaxState(NamedTuple):
         peak = jnp.maximum(self.top, score.max(axis=-1))
         weight = jnp.exp(score - peak[..., None])
         fade = jnp.exp(self.top - peak)
-        gained = _gains(weight.astype(block.value.dtype), block.value)
+        added = _gains(weight.astype(block.value.dtype), block.value)
         return SoftmaxState(
-            peak, self.total * fade + row_sum(weight)[..., 0], self.sums * fade[..., None] + gained
+            peak, self.total * fade + row_sum(weight)[..., 0], self.sums * fade[..., None] + added
         )
 
     def result(self) -> Float[Array, "B G heads M Dv"]:

@@ -1,9 +1,10 @@
 """DFlash in pure JAX, for comparison only: drafter, Llama and Qwen3 targets, greedy loop.
 
-It shares no code with ``torch_dflash`` and uses neither torch nor torchax: an error common to the eager and
-the lowered path shows as a difference from this one, and so does the cost of lowering. ``forward`` is the
-drafter on a cache that grows by concatenation: checkable, not fast. ``decode_round`` is a whole round on
-static arrays in the layout of ``torch_dflash``; the target's cache may also be pages, from ``empty_pages``.
+The reference shares no code with ``torch_dflash`` and uses neither torch nor torchax: an error common to the
+eager and the lowered path shows as a difference from the reference, and so does the cost of lowering.
+``forward`` is the drafter on a cache that grows by concatenation: easy to check, not fast. ``decode_round``
+is a whole round on static arrays in the layout of ``torch_dflash``; the target's cache may also be pages,
+from ``empty_pages``.
 
 Method: DFlash, arXiv 2602.06036, with the mask and output switches that published checkpoints
 added since, and DFlash2's convolutions and candidate selector.

@@ -1,7 +1,7 @@
 """Grouped-query attention: projections, masks, and one softmax over keys in several arrays.
 
-Drafter and target project alike: heads of ``head_dim``, RMSNorm on queries and keys where the
-checkpoint has one, rotary positions. Every function takes the checkpoint name of its tensors.
+Drafter and target project in the same way: heads of ``head_dim``, RMSNorm on queries and keys where the
+checkpoint has the norm, rotary positions. Every function takes the checkpoint name of its tensors.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Params = Mapping[str, jax.Array]
 
 
 def linear(params: Params, name: str, rows: Float[Array, "B R in"]) -> Float[Array, "B R out"]:
-    """``rows @ weight.T``, plus the bias where the checkpoint has one."""
+    """``rows @ weight.T``, plus the bias if the checkpoint has a bias."""
     out = jnp.einsum("...i,oi->...o", rows, params[f"{name}.weight"], precision=Precision.HIGHEST)
     bias = params.get(f"{name}.bias")
     return out if bias is None else out + bias
@@ -52,16 +52,16 @@ class Seen(NamedTuple):
 def project_queries(
     params: Params, name: str, config: DecoderConfig, rows: Float[Array, "B M H"], tables: Rows
 ) -> Float[Array, "B Q M D"]:
-    """Normed (where there is a norm) and rotated queries of ``rows``."""
+    """Queries of ``rows``, normed (if there is a norm) and rotated."""
     return rotate(_normed_heads(params, name, "q", config, rows), *tables)
 
 
 def project_keys_values(
     params: Params, name: str, config: DecoderConfig, rows: Float[Array, "B R H"], tables: Rows
 ) -> Rows:
-    """Keys, normed (where there is a norm) and rotated, and values [B, G, R, D] of ``rows``.
+    """Keys, normed (if there is a norm) and rotated, and values [B, G, R, D] of ``rows``.
 
-    Values that are not finite become zero and their keys NaN: a mask hides a key, but 0 * NaN is NaN.
+    Values that are not finite become 0 and their keys NaN: a mask gives a key weight 0, but 0 * NaN is NaN.
     """
     keys = rotate(_normed_heads(params, name, "k", config, rows), *tables)
     values = _heads(linear(params, f"{name}.v_proj", rows), config.head_dim)

@@ -21,14 +21,14 @@ def load_drafter(
 
     Args:
         path: the checkpoint directory.
-        dtype: cast every tensor to this dtype; by default each keeps its stored one.
+        dtype: dtype of every tensor; by default each keeps its stored dtype.
 
     Returns:
         ``(params, config)``. ``params`` maps checkpoint names to arrays in the checkpoint's own
         layout: matrices are [out, in], norms and biases are vectors.
 
     Raises:
-        KeyError, ValueError: as `read_config`; or tensors that are not those of the config.
+        KeyError, ValueError: as `read_config`; or the tensors do not fit the config.
     """
     config = read_config(Path(path) / "config.json")
     return _read(Path(path), drafter_shapes(config), dtype), config
@@ -39,7 +39,7 @@ def load_target(
 ) -> tuple[dict[str, jax.Array], TargetConfig]:
     """Reads a Llama or Qwen3 causal LM as transformers saves it; otherwise as ``load_drafter``.
 
-    A tied head that is stored all the same is left out: the embedding stands for it.
+    A tied head is left out even if the checkpoint stores it: the embedding is the head.
     """
     config = read_target_config(Path(path) / "config.json")
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
@@ -63,7 +63,7 @@ def _read(
 
 
 def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by tensor name: 3 and 11 per layer, plus 4 with biases; DFlash2 adds 3 and 4 per layer."""
+    """Shapes by tensor name: 3, and 11 or with biases 15 per layer; DFlash2 adds 3, and 4 per layer."""
     hidden = config.hidden_size
     return {
         "fc.weight": (hidden, len(config.target_layer_ids) * hidden),

@@ -19,8 +19,8 @@ class LayerMask:
 
     Attributes:
         causal: later block rows are hidden. Context rows always precede the block.
-        window: a key is visible when it is fewer than this many positions back from the query
-            (and, when not causal, fewer than this many ahead); None sees everything.
+        window: a key is visible if it lies fewer than ``window`` positions before the query (and, if not
+            causal, fewer than ``window`` after it); None: every key is visible.
     """
 
     causal: bool = False
@@ -32,7 +32,7 @@ class DFlash2Sizes:
     """Sizes of the parts that DFlash2 adds.
 
     Attributes:
-        conv_kernel_size: rows of the block under a kernel; the last is the output row.
+        conv_kernel_size: rows of the block under a kernel; the last of them is the output row.
         conv_group_size: channels with one dynamic kernel.
         selector_rank: columns of a codebook. selector_top_k: candidates of a row.
     """
@@ -60,17 +60,17 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(DecoderConfig):
-    """Everything the drafter's forward needs besides the tensors.
+    """All inputs of the drafter's forward pass that are no tensors.
 
     Attributes:
         masks: one ``LayerMask`` per drafter layer.
         target_layer_ids: 0-based target layers whose outputs are the context feature, n of them.
-        block_size: W the drafter was trained with, anchor included.
-        mask_token_id: vocabulary id standing at the rows to be drafted.
+        block_size: W in training, anchor included.
+        mask_token_id: token id at the rows to be drafted.
         input_embedding_scale: factor on the target's raw embedding weight.
         output_multiplier: factor on the logits, before the soft cap.
         final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None or 0 for no cap.
-        vocab_size: rows of a codebook; v1 has none.
+        vocab_size: rows of a codebook; 0 for v1, which has no codebook.
         dflash2: None for v1.
     """
 
@@ -87,11 +87,11 @@ class DrafterConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """Everything the target's forward needs besides the tensors.
+    """All inputs of the target's forward pass that are no tensors.
 
     Attributes:
         qk_norm: whether queries and keys are normed per head (Qwen3).
-        tie_word_embeddings: whether the embedding is the output head too.
+        tie_word_embeddings: whether the embedding is also the output head.
     """
 
     vocab_size: int
@@ -100,7 +100,7 @@ class TargetConfig(DecoderConfig):
 
 
 def default_taps(num_target_layers: int, num_hidden_layers: int) -> tuple[int, ...]:
-    """Tapped target layers when the config names none: evenly from 1 to N - 3, one per layer.
+    """Tapped target layers if the config names none: one per drafter layer, evenly from 1 to N - 3.
 
     Source: the authors' implementation; a single-layer drafter taps the middle layer.
     """
@@ -111,7 +111,7 @@ def default_taps(num_target_layers: int, num_hidden_layers: int) -> tuple[int, .
 
 
 def read_config(source: Source) -> DrafterConfig:
-    """Reads a drafter's config. DFlash fields may stand in ``dflash_config`` (it wins) or at top level.
+    """Reads a drafter's config. DFlash fields stand in ``dflash_config``, which wins, or at the top level.
 
     Raises:
         KeyError: a missing field. ValueError: a value that this reference does not compute.
@@ -141,7 +141,7 @@ def read_config(source: Source) -> DrafterConfig:
 
 
 def read_target_config(source: Source) -> TargetConfig:
-    """Reads the config of a Llama or Qwen3; errors as of `read_config`."""
+    """Reads the config of a Llama or Qwen3; raises as `read_config`."""
     raw = _parsed(source)
     check_field(raw, "model_type", "llama", "qwen3")
     check_field(raw, "use_sliding_window", False)
@@ -188,7 +188,7 @@ def _masks(raw: dict[str, Any]) -> tuple[LayerMask, ...]:
 
     def mask(kind: str) -> LayerMask:
         # An explicit is_causal holds for full layers too; without it sliding layers are causal.
-        # use_sliding_window does not undo a listed sliding layer: that would cost most of acceptance.
+        # use_sliding_window=False does not undo a listed sliding layer: acceptance would mostly be lost.
         causal, size = {"full_attention": (False, None), "sliding_attention": (True, window)}[kind]
         return LayerMask(raw.get("is_causal", causal), size)
 

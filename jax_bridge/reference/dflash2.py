@@ -1,6 +1,6 @@
-"""The parts of a DFlash2 drafter besides v1's: convolutions, and a selector after the head.
+"""The parts that DFlash2 adds to a drafter: convolutions, and a selector after the head.
 
-Both do nothing where the config has no ``dflash2``, so each pass is written once.
+Both parts do nothing if the config has no ``dflash2``, so each pass is written once.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def choose(
     scores: Float[Array, "B N V"],
     anchor: Int[Array, " B"],
 ) -> Int[Array, "B N"]:
-    """The draft of each row: its best token, or the selector's choice given the draft before it."""
+    """The draft of each row: the row's best token, or the selector's choice given the draft before."""
     if config.dflash2 is None:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
     value, token = jax.lax.top_k(scores, config.dflash2.selector_top_k)

@@ -1,8 +1,8 @@
 """The DFlash drafter as pure functions of (params, config, arrays): arXiv 2602.06036.
 
-Queries come from the block only. Keys and values come from the context feature and the block,
-through the same projections; the context feature is shared by all layers and skips their
-input norms, their output projections and their MLPs.
+Queries come from the block only. Keys and values come from the context feature and the block, through the
+same projections. All layers share the context feature, which skips their input norms, output projections and
+MLPs.
 """
 
 from collections.abc import Callable
@@ -39,16 +39,16 @@ def forward(
     position_ids: Int[Array, "B S"],
     cache: Cache | None = None,
 ) -> tuple[Float[Array, "B W H"], Cache]:
-    """One drafter call: new context rows and the block in, hidden states of the block out.
+    """One pass of the drafter: hidden states of the block, from new context rows and the cache.
 
     Args:
-        params: tensors by checkpoint name, from ``load``.
-        config: from ``load``.
+        params: tensors by checkpoint name, from ``load_drafter``.
+        config: from ``load_drafter``.
         noise_embeds: embeddings of [anchor, MASK, ...], in the parameters' dtype.
         context_hidden_states: outputs of the tapped target layers for the context rows committed
             since the last call, concatenated on the last axis (n*H); n_rows may be 0.
-        position_ids: [B, n_rows + W] absolute positions, of the new context rows, then of the
-            block. Rows must be contiguous with the cache: windows count rows, not positions.
+        position_ids: [B, n_rows + W] absolute positions: first of the new context rows, then of the block.
+            They must continue those of the cache: windows count rows, not positions.
         cache: the second result of the previous call; None for an empty context.
 
     Returns:
@@ -84,7 +84,7 @@ def run_layers(
 ) -> tuple[Float[Array, "B W H"], list]:
     """All layers and the final norm: the block's hidden states, and each layer's new cache.
 
-    ``attend_layer(index, name of its tensors, normed block)`` returns the attention's output and that cache.
+    ``attend_layer(index, name of the tensors, normed block)`` returns the attention's output and the cache.
     """
     kept = []
     for index in range(config.num_hidden_layers):
@@ -114,10 +114,10 @@ def noise_embeddings(
     """Block inputs: the target's raw embedding rows of [anchor, MASK x (W - 1)], scaled.
 
     Args:
-        config: names the mask token and ``input_embedding_scale``.
-        embed_weight: the target's embedding weight; not its module, which may scale by itself.
+        config: gives the mask token and ``input_embedding_scale``.
+        embed_weight: the target's embedding weight; the embedding module may scale its output.
         anchor: last committed token of each sequence, ids in [0, V).
-        width: W, for a block cut short; ``config.block_size`` by default.
+        width: W of a shorter block; ``config.block_size`` by default.
     """
     width = config.block_size if width is None else width
     block = ((0, 0), (0, width - 1))
@@ -130,7 +130,7 @@ def logits(
 ) -> Float[Array, "B W V"]:
     """Draft logits through the target's head, multiplied, then soft-capped.
 
-    Row k scores the token at row k's own position, so row 0 (the anchor) is of no use.
+    Row k scores the token at row k's own position, so row 0, the anchor's, is not used.
     """
     scores = jnp.einsum("bwh,vh->bwv", hidden, head_weight, precision=Precision.HIGHEST)
     scores = scores * config.output_multiplier

@@ -1,7 +1,7 @@
-"""Greedy DFlash decoding of ragged batches: a prompt, then rounds, each one pure function of a state.
+"""Greedy DFlash decoding of ragged batches: prefill and round are pure functions of a state.
 
-A round drafts a block in one pass, scores it with the target in one pass, and keeps the longest prefix of the
-target's own tokens, plus the target's next token (arXiv 2602.06036).
+A round drafts a block in one pass, scores the block with the target in one pass, and keeps the longest prefix
+of the target's own tokens, plus the target's next token (arXiv 2602.06036).
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_t
 
 
 class Models(NamedTuple):
-    """The two configs: hashable, a static argument."""
+    """The two configs: hashable, so `jax.jit` takes them as a static argument."""
 
     target: TargetConfig
     drafter: DrafterConfig
@@ -64,7 +64,7 @@ def empty_state(
 ) -> State:
     """A state without prompts: all zeros, every row live. ``slots`` S must exceed a row's limit by W.
 
-    ``cache`` is the target's, empty; None: a static one.
+    ``cache`` is the target's empty cache; None: a static cache.
     """
     zeros = jnp.zeros(batch, jnp.int32)
     drafter = models.drafter
@@ -125,7 +125,7 @@ def draft_block(models: Models, weights: PairParams, state: State) -> Drafted:
 
 
 def decode_round(models: Models, weights: PairParams, state: State) -> State:
-    """One round: every row that is not done gains between 1 and W tokens."""
+    """One round: every row that is not done commits 1 to W tokens."""
     target, drafter = models
     drafted = draft_block(models, weights, state)
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
@@ -139,16 +139,16 @@ def decode_round(models: Models, weights: PairParams, state: State) -> State:
     stops = (picks[:, :, None] == state.stop_ids[:, None]).any(axis=2) & (at < kept[:, None])
     stopped = stops.any(axis=1)
     kept = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, kept)
-    room = state.limit - state.length - 1
-    gained = jnp.where(state.done, 0, jnp.minimum(kept, room))
+    remaining = state.limit - state.length - 1
+    committed = jnp.where(state.done, 0, jnp.minimum(kept, remaining))
     return state._replace(
         tokens=put_rows(state.tokens, picks, state.length + 1, axis=1),
-        length=state.length + gained,
-        done=state.done | (stopped & (kept <= room)) | (kept >= room),
+        length=state.length + committed,
+        done=state.done | (stopped & (kept <= remaining)) | (kept >= remaining),
         target=out.cache,
         drafter=drafted.cache,
         context=project(weights.drafter, drafter, out.features.astype(state.context.dtype)),
-        buffered=gained,
+        buffered=committed,
         accepted=put_rows(state.accepted, kept[:, None], state.rounds, axis=1),
         rounds=state.rounds + ~state.done,
     )
@@ -170,7 +170,7 @@ def start(
         prompts: token ids of each row.
         max_new_tokens: most new tokens of a row.
         stop_ids: ids after which a row ends.
-        cache: the target's, empty, such as from `empty_pages`; consumed. None: a static one.
+        cache: the target's empty cache, such as from `empty_pages`; consumed. None: a static cache.
     """
     lengths = [len(prompt) for prompt in prompts]
     slots = max(lengths) + max_new_tokens + models.drafter.block_size

@@ -1,7 +1,7 @@
 """A paged target cache in plain JAX: gathers every row's pages and masks positions past its length.
 
-Position p of row b is ``pool[table[b, p // page], :, p % page]``: K and V side by side, zeros up to a whole
-number of lanes. No row owns page 0: positions without a page are written there.
+Position p of row b is ``pool[table[b, p // page], :, p % page]``: K and V side by side, then zeros up to a
+whole number of lanes. No row owns page 0: rows at positions without a page are written to page 0.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ LANES = 128
 
 
 class PagedLayer(NamedTuple):
-    """One layer's keys and values, and each row's page numbers. Every layer has its own copy of the table."""
+    """Keys and values of one layer, and the page numbers of each row, of which each layer has a copy."""
 
     pool: Float[Array, "P G page_size KV"]
     table: Int[Array, "B row_pages"]
@@ -30,7 +30,7 @@ class PagedLayer(NamedTuple):
         return self.table.shape[1] * self.pool.shape[2]
 
     def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["PagedLayer", Rows]:
-        """The layer with K and V [B, G, R, D] at ``start[b]``, and all its K and V: [B, G, S, D]."""
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and the K and V [B, G, S, D] of all slots."""
         keys, values = rows
         page, columns, dim = self.pool.shape[2], self.table.shape[1], keys.shape[3]
         at = positions(start, keys.shape[2])
@@ -45,7 +45,7 @@ class PagedLayer(NamedTuple):
         return layer, (held[..., :dim], held[..., dim : 2 * dim])
 
     def rows(self) -> Float[Array, "B G S KV"]:
-        """Each row's positions in order; stale past the row's length."""
+        """K and V of each row in the order of positions; those past the row's length are stale."""
         pages = self.pool[self.table].transpose(0, 2, 1, 3, 4)
         return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
 
@@ -56,11 +56,11 @@ def empty_pages(
     """Zeroed pools [P, G, page_size, KV] of every decoder layer, for rows with the pages of ``table``.
 
     Args:
-        config: of the target.
-        table: page numbers, int32 [B, row_pages], unique but for 0: no page.
+        config: the target's.
+        table: page numbers, int32 [B, row_pages], each once; 0: no page.
         pages: pages P of a pool, page 0 included.
         page_size: positions in a page.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
     """
     width = -(-2 * config.head_dim // LANES) * LANES
     shape = (pages, config.num_key_value_heads, page_size, width)

@@ -39,7 +39,7 @@ def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
 
     Args:
         raw: parsed config.json. ``rope_scaling`` (old layout, next to a top-level ``rope_theta``)
-            wins over ``rope_parameters`` (new layout) when both are there, as in transformers.
+            wins over ``rope_parameters`` (new layout) if the config has both, as in transformers.
         head_dim: D, even.
 
     Raises:
@@ -52,7 +52,7 @@ def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     check_field({"rope_type": kind}, "rope_type", "default", "linear", "yarn", "llama3")
     check_field({**raw, **rope}, "partial_rotary_factor", 1)
     base = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    # Numpy in float32, not jax.numpy: the config is read on the host, once, and stays hashable.
+    # NumPy in float32, not jax.numpy: the config stays hashable.
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inv_freq = (1 / np.float32(base) ** exponent).astype(np.float32)
     scale = 1.0
@@ -66,7 +66,7 @@ def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def _trained_length(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> int | float:
-    """Context length before scaling; the top-level field has precedence in transformers."""
+    """Context length before scaling; in transformers the top-level field wins."""
     name = "original_max_position_embeddings"
     return raw.get(name) or rope.get(name) or raw["max_position_embeddings"]
 
@@ -108,7 +108,7 @@ def _llama3(inv_freq, rope, raw) -> np.ndarray:
     low = np.float32(rope["low_freq_factor"])
     high = np.float32(rope["high_freq_factor"])
     turns = np.float32(_trained_length(rope, raw)) * inv_freq / np.float32(2 * math.pi)
-    # Few turns over the trained length: stretched. Many: kept. Between: linear in the turns.
+    # Frequencies of few turns over the trained length are stretched, those of many kept; between, linearly.
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return (1 - kept) * inv_freq / factor + kept * inv_freq
 

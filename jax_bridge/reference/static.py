@@ -27,7 +27,7 @@ from jax_bridge.reference.rope import rotary_tables
 
 
 class Layer(NamedTuple):
-    """One layer's keys and values, [B, G, S, D] each: slot = absolute position."""
+    """Keys and values of one layer, [B, G, S, D] each: a slot is an absolute position."""
 
     key: Float[Array, "B G S D"]
     value: Float[Array, "B G S D"]
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
         return self.key.shape[2]
 
     def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["Layer", Rows]:
-        """The layer with K and V [B, G, R, D] at ``start[b]``, and all its K and V: [B, G, S, D]."""
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and the K and V [B, G, S, D] of all slots."""
         layer = write_layer(self, rows, start)
         return layer, (layer.key, layer.value)
 
@@ -73,8 +73,8 @@ def positions(start: Int[Array, " B"], count: int) -> Int[Array, "B count"]:
     return start[:, None] + jnp.arange(count, dtype=start.dtype)
 
 
-# The network of `jax_bridge.reference.drafter` on other arrays: context rows of the last round are projected
-# together with the block, so weights are read once.
+# The network of `jax_bridge.reference.drafter` on static arrays. One product projects the context rows of the
+# last round and the block, so weights are read once.
 Cache = tuple[Layer, ...]
 
 
@@ -93,11 +93,11 @@ def static_forward(
         params: tensors by checkpoint name.
         config: of the drafter.
         noise: embeddings of [anchor, MASK, ...], scaled.
-        context: projected features of the tokens from position ``held[b]`` on. Those before
-            ``length[b]`` are committed; the rest is written too, and stale.
+        context: projected features of the tokens from position ``held[b]`` on. Rows at or past ``length[b]``
+            are stale; they are written, and hidden.
         cache: context keys and values of positions below ``held[b]``.
         held: context rows in the cache.
-        length: committed context rows, ``held`` and those of ``context`` together.
+        length: committed context rows: ``held``, and the committed rows of ``context``.
     """
     rows, width = context.shape[1], noise.shape[1]
     block_at = positions(length, width)
@@ -128,7 +128,7 @@ def extend(
     cache: Cache,
     start: Int[Array, " B"],
 ) -> Cache:
-    """The cache with projected ``context`` rows at positions ``start[b] ..``: a prompt's, say."""
+    """The cache with projected ``context`` rows at positions ``start[b] ..``, such as those of a prompt."""
     tables = rotary_tables(config.rope, positions(start, context.shape[1]), context.dtype)
     return tuple(
         write_layer(

@@ -1,6 +1,6 @@
 """Llama and Qwen3 decoders as one pure function of (params, config, arrays), on a static or a paged cache.
 
-Source: the architectures as their published checkpoints store them; tensors keep those names.
+Source: the published checkpoints; tensors keep their names.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from jax_bridge.reference.static import Layer, empty_layer, positions
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Cache = tuple[Any, ...]
-"""A layer each, all static (`Layer`) or all paged (`PagedLayer`)."""
+"""The layers' caches, all static (`Layer`) or all paged (`PagedLayer`)."""
 
 
 class TargetOutput(NamedTuple):
@@ -47,7 +47,7 @@ def empty_cache(config: TargetConfig, batch: int, slots: int, dtype: DTypeLike) 
 
 
 def head_weight(params: Params, config: TargetConfig) -> Float[Array, "V H"]:
-    """The output head: the embedding itself where the two are tied."""
+    """The weight of the output head: the embedding's if the two are tied."""
     return params[EMBEDDING if config.tie_word_embeddings else HEAD]
 
 
@@ -60,7 +60,7 @@ def forward_target(
     taps: tuple[int, ...],
     row: Int[Array, " B"] | None = None,
 ) -> TargetOutput:
-    """M rows per sequence at positions ``start[b] .. start[b] + M - 1``, causal over the cache.
+    """A pass over M rows per sequence at positions ``start[b] .. start[b] + M - 1``, causal over the cache.
 
     Args:
         params: tensors by checkpoint name, from ``load_target``.
@@ -69,7 +69,7 @@ def forward_target(
         start: tokens of each sequence already in ``cache``; ``start + M`` must not exceed its slots.
         cache: from ``empty_cache``, ``empty_pages`` or an earlier call; its layers decide the kind.
         taps: 0-based layers whose outputs, before the final norm, are the features, n of them.
-        row: the one row per sequence whose logits are wanted; None gives those of all.
+        row: the one row per sequence whose logits are computed; None: all rows.
     """
     at = positions(start, ids.shape[1])
     slots = jnp.arange(cache[0].slots, dtype=at.dtype)[None]

@@ -117,10 +117,10 @@ class Runner(tpu_runner.TPUModelRunner):
         return DraftTokenIds(list(before.spec_decode_metadata.req_ids_dp[0]), drafts)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return counted_alike(super().get_kv_cache_spec() | self.drafter.kv_cache_spec())
+        return padded_page_specs(super().get_kv_cache_spec() | self.drafter.kv_cache_spec())
 
 
-def counted_alike(specs: dict[str, Any]) -> dict[str, Any]:
+def padded_page_specs(specs: dict[str, Any]) -> dict[str, Any]:
     """Page specifications by layer for which vLLM counts tpu-inference's memory.
 
     With windows in some layers vLLM makes several groups, and a page holds a layer of each. tpu-inference

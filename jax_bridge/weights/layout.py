@@ -36,13 +36,13 @@ def check_arithmetic(platform: str, mesh: bool, compute: str = "auto", quantize:
     """
     if (compute, quantize) == ("auto", None):
         return
-    said, asked = f"compute={compute!r}, quantize={quantize!r}", quantize or compute
+    shown, chosen = f"compute={compute!r}, quantize={quantize!r}", quantize or compute
     if mesh:
-        raise ValueError(f"{said} with a mesh: decode on one device (leave mesh out), or leave them out.")
-    if asked not in ARITHMETIC.get(platform, {}):
-        able = " and ".join(f"{name.upper()}s" for name, formats in ARITHMETIC.items() if asked in formats)
+        raise ValueError(f"{shown} with a mesh: decode on one device (leave mesh out), or leave them out.")
+    if chosen not in ARITHMETIC.get(platform, {}):
+        able = " and ".join(f"{name.upper()}s" for name, formats in ARITHMETIC.items() if chosen in formats)
         raise ValueError(
-            f"{said}: so far only {able} have products in another type, and JAX's device is a {platform}; "
+            f"{shown}: so far only {able} have products in another type, and JAX's device is a {platform}; "
             "leave them out."
         )
 

@@ -1,4 +1,4 @@
-"""What lowering costs: our round and the reference's, compiled by the TPU compiler on the same dimensions."""
+"""The cost of lowering: our round against the reference's, by the TPU compiler, on the same dimensions."""
 
 import json
 from functools import partial

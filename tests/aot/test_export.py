@@ -38,7 +38,7 @@ FORBIDDEN = {
 
 
 def violations(module: str) -> set[str]:
-    """What in a StableHLO module a decoding round must not have."""
+    """Returns the names of all that a StableHLO module has and a decoding round must not have."""
     # Attributes such as a window's padding are 64-bit by definition and never reach the device.
     module = re.sub(r"<\{.*?\}>|dense<[^>]*> : tensor<[^>]*i64>", "", module)
     return {name for name, pattern in FORBIDDEN.items() if re.search(pattern, module)}
@@ -92,9 +92,7 @@ def test_the_two_passes_of_a_round_are_the_round():
     features = torch.randn(feature_shape(pair))
     drafted = pair.run(passes.draft_pass, params, copy(state), features)
     verified, tapped = pair.run(passes.verify_pass, params, copy(drafted))
-    again = pair.run(
-        passes.draft_pass, params, copy(state), tapped
-    )  # now with the features it should have had
+    again = pair.run(passes.draft_pass, params, copy(state), tapped)  # now with the missing features
     whole = decode_round(pair, params, copy(state))
     assert tapped.shape == features.shape and not torch.equal(tapped, features)
     for ours, rounds in (
@@ -205,30 +203,26 @@ def test_prompt_rows_that_no_prompt_is_fed_in_are_refused(rows):
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("chunk", "batch_size", "most"),
-    [(False, 1, 1.03), (True, 1, 1.03), (True, 4, 1.08)],  # logits grow with the batch
+    [(False, 1, 1.03), (True, 1, 1.03), (True, 4, 1.08)],  # the logits grow with the batch
     ids=["round", "chunk", "chunk of 4 rows"],
 )
 def test_round_compiles_for_one_v5p_chip(chunk, batch_size, most, capsys):
     model = qwen3_4b_width(batch_size)
     compiled = aot.compile_round(model, chunk=chunk)
-
     leaves = jax.tree_util.tree_leaves_with_path(model.state)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     assert {".tokens", ".cache[3].value", ".proposer.layers[4].key", ".proposer.context"} < set(paths)
     assert compiled.aliases == {path: f"[1]{path}" for path in paths}
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
     assert compiled.alias_bytes >= state_bytes and not compiled.unaliased
-
     instructions = Program(compiled.hlo).instructions()
     ops = {i.op for i in instructions}
     assert "scatter" not in ops and not forbidden(compiled.hlo) and not Program(compiled.hlo).collectives()
     # The TPU compiler turns a scatter into a loop over what it scatters: only the loop of rounds may be left.
     assert sum(i.op == "while" for i in instructions) == chunk
-
     cache = "bf16[" + ",".join(map(str, model.state.cache[0].key.shape)) + "]"
     moved = {i.op for i in instructions if i.type.lstrip("(").startswith(cache)}
     assert not moved & {"copy", "copy-start", "transpose", "convert", "scatter", "select"}
-
     floor = floor_of(model.pair, model.params, context=4096).round
     sizes = {"argument": compiled.argument_bytes, "output": compiled.output_bytes}
     sizes |= {"temp": compiled.temp_bytes, "alias": compiled.alias_bytes}
@@ -252,5 +246,5 @@ def test_penalties_and_bans_cost_little_of_a_round_on_v5p():
     for kinds in ((known.RepetitionPenalty(),), (known.OccurrencePenalty(), known.Bans())):
         asked = aot.compile_round(qwen3_4b_width(1, processors=kinds))
         assert not asked.unaliased  # memories are updated in place
-        assert "while" not in {i.op for i in Program(asked.hlo).instructions()}  # what a scatter becomes
+        assert "while" not in {i.op for i in Program(asked.hlo).instructions()}  # the form of a scatter
         assert asked.traffic_bytes < 1.02 * plain.traffic_bytes

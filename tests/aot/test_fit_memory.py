@@ -1,4 +1,4 @@
-"""What `fit_memory` takes for granted, asked of the TPU compiler."""
+"""The assumptions of `fit_memory` hold in the TPU compiler."""
 
 import re
 

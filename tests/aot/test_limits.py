@@ -1,4 +1,4 @@
-"""What a full published pair moves on one v5p chip, on pages: compiled whole, held against the floor."""
+"""Full published pairs move little more than the floor on one v5p chip, on pages, compiled whole."""
 
 import re
 from functools import lru_cache
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.aot
 
 @lru_cache
 def ratio(pair: str, step: str, rows: int | None = None, kind: str = "dflash") -> tuple[float, int]:
-    """(bytes over floor, bytes) of a step; what no step may have is asserted on the way."""
+    """Returns (bytes over floor, bytes) of a step, after assertions that hold for every step."""
     target = AutoConfig.from_pretrained(CONFIGS / pair)
     drafter: Any = load_drafter_config(CONFIGS / f"{pair}-{kind}")
     block = max(rows or 0, drafter.block_size)

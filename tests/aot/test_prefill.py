@@ -16,7 +16,7 @@ SCORES = 2 * 32 * ROWS * CONTEXT
 
 
 def made(hlo: str) -> list[Instruction]:
-    """What a run puts into HBM that is as large as the scores; fusions keep their insides to themselves."""
+    """Lists the results in HBM that are as large as the scores; inner values of fusions never reach HBM."""
     outside = [one for one in Program(hlo).computations["ENTRY"].values() if one.op != "parameter"]
     return [
         one
@@ -31,18 +31,15 @@ def made(hlo: str) -> list[Instruction]:
 def test_prefill_compiles_in_place_and_pages_need_no_scores_in_memory(topology, cache, capsys):
     model = qwen3_4b_width(1, layers=2, cache=cache)
     compiled = aot.compile_step(model, "prefill", topology=topology, prompt_rows=ROWS)
-
     leaves = jax.tree_util.tree_leaves_with_path(model.state)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     kept = ".cache[1].pool" if cache == "paged" else ".cache[1].value"
     assert {".tokens", kept, ".proposer.layers[4].key", ".proposer.context"} < set(paths)
     assert compiled.aliases == {path: f"[1]{path}" for path in paths} and not compiled.unaliased
     assert compiled.alias_bytes >= sum(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves)
-
     program = Program(compiled.hlo)
     assert not forbidden(compiled.hlo) and not program.collectives()
     assert not {"scatter", "while"} & {one.op for one in program.instructions()}
-
     floor = prefill_floor(model.pair, model.params, CONTEXT, ROWS)
     with capsys.disabled():
         print(f"\n{topology}, {cache}: {compiled.traffic_bytes / floor:.3f} of its floor", end=", ")

@@ -38,7 +38,7 @@ def faults(
     most: float = MOST,
     **plan: Any,
 ) -> list[str]:
-    """What is wrong with a step on a slice. ``chain``: rows of codebooks that a selector looks up."""
+    """Lists the faults of a step on a slice. ``chain``: rows of codebooks that a selector looks up."""
     options = {"capacity": 4064, "cache": "paged", "matmul_precision": "default"} | plan
     model = aot.abstract_pair(*large_pair(name, drafter), **options)
     compiled = aot.compile_step(model, step, topology=topology, chips=chips)
@@ -50,7 +50,7 @@ def faults(
     found = exchanges(Program(compiled.hlo))
     wide = [one for one in found if one.kind == "all-reduce" and one.bytes in (2 * rows, 4 * rows)]
     sums, wanted = sum(one.count for one in wide), 2 * 2 + 1 + 3 * drafts
-    # All but those of the embeddings, of which one summand is not zero.
+    # All but those of the embeddings: only one of their summands is not zero.
     exact = sum(one.count for one in wide if one.bytes == 4 * rows)
     state = shardings(model.state, place.slice)
     parts = [
@@ -143,7 +143,6 @@ def test_a_selector_looks_up_its_codebooks_where_they_lie():
 
 
 def exchanged(**plan: Any) -> Counter:
-    """How many collectives of each kind a round of 16 rows has."""
     options = {"capacity": 4064, "cache": "paged", "matmul_precision": "default"} | plan
     step = aot.compile_step(
         aot.abstract_pair(*large_pair("qwen3-32b"), **options), "round", topology="v5p:2x2x1", chips=4

@@ -9,14 +9,10 @@ from jax_bridge.aot.traffic import hbm_traffic
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("f8e4m3fn[8,128]{1,0:T(8,128)}", 1024),
-        ("f8e5m2fnuz[3]", 3),
-        ("f4e2m1fn[6]", 3),
-        ("s4[6]", 3),
-        ("pred[5]", 5),
-        ("(c64[2], u16[3], f8e8m0fnu[8], token[])", 30),
+        ("f8e4m3fn[8,128]{1,0:T(8,128)}", 1024), ("f8e5m2fnuz[3]", 3), ("f4e2m1fn[6]", 3), ("s4[6]", 3),
+        ("pred[5]", 5), ("(c64[2], u16[3], f8e8m0fnu[8], token[])", 30),
     ],
-)
+)  # fmt: skip
 def test_a_type_takes_the_bits_of_its_format(kind, size):
     assert all_bytes(kind) == size
 
@@ -70,7 +66,7 @@ def test_aliases_are_read_by_path():
 
 
 def traffic(*lines: str, other: str = "") -> int:
-    """Of an entry computation with 4-byte arrays %a and %w [100] in HBM and %v [100] in VMEM."""
+    """HBM bytes of an entry computation with 4-byte arrays %a and %w [100] in HBM, %v [100] in VMEM."""
     head = ["a", "w", "v"]
     parameters = [
         f"  %{name} = f32[100]{{0:T(128){'S(1)' * (name == 'v')}}} parameter({index})"

@@ -73,7 +73,7 @@ def xla(pair, cache):
 
 @pytest.fixture(scope="module")
 def half_pair():
-    """In bfloat16, so that no dtype passes by being the default."""
+    """A pair in bfloat16, so that no dtype passes by being the default."""
     return tuple(model.to(torch.bfloat16) for model in small_pair("qwen3"))
 
 
@@ -134,12 +134,12 @@ def test_copies_own_their_memory(eager, xla):
     back = dict(leaves(jb.state_to_torch(there)))
     for path, leaf in leaves(state):
         assert leaf.data_ptr() != dict(leaves(there))[path].unsafe_buffer_pointer(), path
-    after = xla.advance(there)  # consumes `there`, and must not consume what it came from or went to
+    after = xla.advance(there)  # consumes `there`, and neither the source nor the copy of `there`
     assert all(torch.equal(leaf, before[path]) for path, leaf in leaves(state))
     assert all(torch.equal(leaf, before[path]) for path, leaf in back.items())
     kept = np.array(after.tokens)
     mine = jb.state_to_torch(after)
-    mine.tokens.fill_(1)  # nor does writing to a copy reach back
+    mine.tokens.fill_(1)  # writing to a copy does not change the original
     assert np.array_equal(after.tokens, kept) and not mine.tokens.numpy().tolist() == kept.tolist()
 
 
@@ -153,7 +153,7 @@ def test_a_change_on_one_side_is_seen_on_the_other(eager, xla, cache):
     object.__setattr__(there.cache[0], leaf, getattr(there.cache[0], leaf).at[2, 0, 4, 1].set(9.25))
     back = jb.state_to_torch(there)
     assert float(getattr(back.cache[0], leaf)[2, 0, 4, 1]) == 9.25 and int(back.tokens[1, 30]) == 77
-    # What the other side sees decides what it says.
+    # A change on the other side changes the text.
     plain = eager.finish(jb.state_to_torch(xla.start()))
     state = eager.start()
     state.tokens[0, len(PROMPTS[0])] = (int(state.tokens[0, len(PROMPTS[0])]) + 1) % 96
@@ -164,20 +164,13 @@ def test_a_change_on_one_side_is_seen_on_the_other(eager, xla, cache):
 def test_any_tree_crosses_and_returns():
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     tensors = {
-        "bf16": torch.randn(3, 5).to(torch.bfloat16),
-        "f16": torch.randn(2).half(),
-        "flags": torch.tensor([True, False, True]),
-        "bytes": torch.tensor([[0, 255]], dtype=torch.uint8),
-        "small": torch.tensor([-128, 127], dtype=torch.int8),
-        "scalar": torch.tensor(3.5),
-        "no rows": torch.empty(0, 4, dtype=torch.bfloat16),
-        "no flags": torch.empty(2, 0, dtype=torch.bool),
-        "turned": base.T,
-        "strided": base[1::2, ::3],
-        "one": base[:, 1:2],
-        "unaligned": base.flatten()[1:],
+        "bf16": torch.randn(3, 5).to(torch.bfloat16), "f16": torch.randn(2).half(),
+        "flags": torch.tensor([True, False, True]), "bytes": torch.tensor([[0, 255]], dtype=torch.uint8),
+        "small": torch.tensor([-128, 127], dtype=torch.int8), "scalar": torch.tensor(3.5),
+        "no rows": torch.empty(0, 4, dtype=torch.bfloat16), "no flags": torch.empty(2, 0, dtype=torch.bool),
+        "turned": base.T, "strided": base[1::2, ::3], "one": base[:, 1:2], "unaligned": base.flatten()[1:],
         "spread": torch.tensor([7.0]).expand(3),
-    }
+    }  # fmt: skip
     tree = {"a": [tensors, None, 3], "b": ("text", 2.5, (torch.tensor([1, 2], dtype=torch.int32),))}
     there = jb.to_jax(tree)
     assert there["a"][1:] == [None, 3] and there["b"][:2] == ("text", 2.5)

@@ -1,4 +1,4 @@
-"""What a call does on the host beside its programs: counted, not timed."""
+"""Counts the host work of a call outside compiled programs."""
 
 import jax
 import pytest
@@ -17,7 +17,7 @@ OPTIONS = {"do_sample": False, "eos_token_id": None}
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How often something was called since the fixture was made, by name."""
+    """Counts the calls of each watched function since the fixture was made, by name."""
     found: dict[str, int] = {}
 
     def counted(owner, name, label):
@@ -49,9 +49,9 @@ def engine():
 def test_a_call_walks_over_no_module_and_sends_what_it_asks_for_at_once(engine, counts):
     engine.generate(IDS, max_new_tokens=1, **OPTIONS)
     assert counts.pop("asked") == 1
-    assert counts.pop("transfers") <= 6  # the request's rows and a prompt's piece, twice each; where to read
+    assert counts.pop("transfers") <= 6  # the request's rows and a prompt's piece, twice each; a position
     assert not counts.get("walks") and not counts.get("weights looked at")
-    assert counts.pop("functions looked into") < 9  # this fixture's; none that a drafter's classes name
+    assert counts.pop("functions looked into") < 9  # this fixture's class; the classes of drafters name none
 
 
 def test_a_chunk_asks_nothing_and_walks_over_nothing(engine, counts):

@@ -49,7 +49,7 @@ def unset(monkeypatch):
 def test_a_second_process_finds_the_programs(tmp_path, monkeypatch):
     unset(monkeypatch)
     first, second = (said_by(RUN, XDG_CACHE_HOME=str(tmp_path)).split("|") for _ in range(2))
-    # Programs made ready, after warm-up too, the text, and whether donated buffers stay where they are.
+    # Programs made ready, the same after warm-up, the text, and whether donated buffers keep their address.
     compiled, later, _, stayed = ast.literal_eval(first[0])
     assert compiled >= 4 and later == 0 and stayed
     assert first[0] == second[0]

@@ -1,4 +1,4 @@
-"""What a compiled chunk of rounds copies on the CPU: nothing the size of a cache or a weight."""
+"""A compiled chunk of rounds copies nothing of the size of a cache or a weight on the CPU."""
 
 import re
 from functools import cache
@@ -44,7 +44,7 @@ def built(dtype: torch.dtype, drafts: bool, max_length: int, width: int = 0, **o
 
 @pytest.fixture
 def anew():
-    """Ends what was built of other code: to be called when a patch is in place."""
+    """Drops programs that were built from other code: to be called when a patch is in place."""
     yield built.cache_clear
     built.cache_clear()
 
@@ -55,7 +55,7 @@ def dims(shape) -> tuple[int, ...]:
 
 
 def moves(text: str, shapes: set) -> dict[str, list[str]]:
-    """What each computation outside of fusions makes of one of ``shapes``, updates in place apart."""
+    """Lists results of one of ``shapes`` by computation, without fusions' insides and updates in place."""
     bodies, name = {}, ""
     for line in text.splitlines():
         if found := re.match(r"(ENTRY )?%([\w.\-]+) \(", line):

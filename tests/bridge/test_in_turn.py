@@ -12,7 +12,7 @@ from jax_bridge.programs.lower import AHEAD, run_pipelined
 NAMES = list("abcdef")
 
 
-class Scripted:  # programs that are there at once, or when they are waited for; what happens is noted
+class Scripted:  # programs that are there at once, or when they are waited for; every event is noted
     def __init__(self, at_once: str = "", broken: str = ""):
         self.noted: list[str] = []
         self._at_once, self._broken = at_once, broken
@@ -31,7 +31,7 @@ class Scripted:  # programs that are there at once, or when they are waited for;
         return step
 
 
-class Bar:  # notes what it says beside what the programs do
+class Bar:  # notes its messages among the events of the programs
     def __init__(self, noted: list[str]):
         self.noted, self.moved = noted, 0
 
@@ -92,7 +92,7 @@ def test_the_bar_says_what_is_waited_for():
 
 
 def test_a_warm_up_runs_a_round_of_every_width(monkeypatch):
-    """XLA prepares products when a program first runs: a round of rows that rest prepares none."""
+    """A round of resting rows would not do: XLA prepares products when a program first computes them."""
     engine = td.compile(*small_pair("llama"), runtime="xla", max_length=48, verify_width="auto")
     seen, read = [], engine.runtime.read
     monkeypatch.setattr(

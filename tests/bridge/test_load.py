@@ -40,7 +40,7 @@ GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
 def no_bars_of_transformers():
     logging.disable_progress_bar()
     yield
-    logging.enable_progress_bar()  # which is how every test finds it
+    logging.enable_progress_bar()  # every test finds the engine so
 
 
 def save(target, folder, shard="50GB"):
@@ -383,7 +383,7 @@ def test_a_damaged_index_is_named(tmp_path, monkeypatch, text, words):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """Nothing may be looked up before it is refused."""
+    """Fails a test that looks anything up before the refusal."""
     monkeypatch.setattr(loading, "_read_config", lambda *args: pytest.fail("looked up before it was refused"))
 
 

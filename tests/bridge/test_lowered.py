@@ -1,4 +1,4 @@
-"""What has two implementations: the list of operations and the list of lowerings are one."""
+"""The list of operations and the list of lowerings name the same operations."""
 
 import inspect
 from dataclasses import MISSING, fields

@@ -69,7 +69,7 @@ def weights_of(folder):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_part_is_that_of_the_whole(published, name):
-    """As devices of a mesh read them, with edges inside of a block."""
+    """Devices of a mesh read parts with edges inside of a block."""
     parts = [part for part in weights_of(published[name]).values() if isinstance(part, Dequantised)]
     assert len(parts) > 3
     for part in parts[:4]:

@@ -1,4 +1,4 @@
-"""What cannot fit is refused before anything is put on a device, and by how much."""
+"""A pair that cannot fit is refused before anything is put on a device; the message has the bytes."""
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from jax_bridge.devices import weights
 
 @pytest.fixture
 def mesh_of(monkeypatch):
-    """A mesh that stands for several devices: of the one that there is."""
     for module in (load, places):
         monkeypatch.setattr(module, "check_distinct", lambda devices: None)
     return lambda count: Mesh(np.array(jax.devices()[:1] * count), ("model",))

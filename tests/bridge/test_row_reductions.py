@@ -1,4 +1,4 @@
-"""Row reductions: rows do not depend on the rows beside them, and all forms of a reduction agree."""
+"""Row reductions do not depend on other rows, and all forms of a reduction agree."""
 
 import re
 from collections.abc import Iterable
@@ -99,9 +99,7 @@ def drawn(*shape: int, dtype: str = "float32") -> jax.Array:
 
 
 COUNTS = (1, 2, 3, 5, 7, 8, 15, 17, 33)
-
-
-"""Of rows that are held against 64, in the sums: rounded to bfloat16 most differences are gone."""
+"""Numbers of rows, compared with 64 in the sums: rounding to bfloat16 would hide most differences."""
 
 
 @pytest.mark.parametrize(
@@ -141,7 +139,7 @@ def attention_is_steady(counts: Iterable[int], heads: int, dim: int, groups: int
     key, value = (drawn(1, groups, 128, dim, dtype=dtype) for _ in range(2))
     query = drawn(1, groups, heads, 16, dim, dtype=dtype)
 
-    @jax.jit  # everything is an argument: what is known would be folded, in an order of its own
+    @jax.jit  # everything is an argument: XLA would fold constants in another order
     def attend(query, key, value):
         seen = jnp.ones((1, query.shape[3], 128), bool)
         state = streamed.SoftmaxState.begin(query, dim)
@@ -161,7 +159,7 @@ def test_a_block_of_keys_is_as_long_for_a_step_as_for_a_round():
 
 
 def float_sums() -> int:
-    """Sums of floats over an axis in the compiled rounds of a pair, others than halves."""
+    """Counts reductions that add floats over an axis in the compiled rounds of a pair."""
     engine = td.compile(*(model.bfloat16() for model in make_pair("llama")), max_length=64, filters=False)
     runtime: Any = engine.runtime
     params = runtime.refresh(engine.tensors())

@@ -1,4 +1,4 @@
-"""A generation takes the caches of the one before: its text is that of clean memory, whatever lies there."""
+"""A generation reuses the caches of the generation before; the text is that of clean memory."""
 
 import gc
 import threading
@@ -54,7 +54,7 @@ def ask(engine, rows=3, **options):
 
 
 def spoil(engine) -> None:
-    """Have the worst that a generation may leave in the caches that rest: NaN keys, and huge values."""
+    """Fills the resting caches with the worst that a generation may leave: NaN keys, and huge values."""
     spare = engine.runtime._spare
     assert spare._layers
     worst = float(jnp.finfo(jnp.float32).max)
@@ -63,7 +63,6 @@ def spoil(engine) -> None:
 
 
 def with_cache(*layers) -> Any:
-    """As much of a state as `Spare` looks at."""
     return SimpleNamespace(cache=layers)
 
 
@@ -115,7 +114,7 @@ def test_what_is_handed_out_begins_with_zeros(engine):
     spoil(engine)
     ids, mask = ragged_prompts()
     state = engine.start(ids[:3], mask[:3], max_new_tokens=20, do_sample=False)
-    assert not engine.runtime._spare._layers  # or there would be two of them
+    assert not engine.runtime._spare._layers  # otherwise there would be two caches
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(dense_layers(state)))
     last = dense_layers(state)[0].key[0, :, -8:]
     assert not last.any()
@@ -166,7 +165,7 @@ def test_a_consumed_state_leaves_nothing(engine):
 
 
 def test_a_stream_that_ends_while_caches_are_given_waits_for_nobody(engine, fresh):
-    """Python collects garbage anywhere, in the thread that has the lock, too."""
+    """Python may collect garbage in the thread that holds the lock."""
     ask(engine)
     layers = engine.runtime._spare.take()
     resting = threading.Thread(target=engine.runtime._spare.rest, args=(with_cache(*layers),), daemon=True)
@@ -205,7 +204,7 @@ def test_caches_of_another_type_are_not_taken(engine, fresh, monkeypatch):
 
 
 def test_latent_layers_begin_anew():
-    """Their model computes from all that it has cached, before a mask."""
+    """Latent layers compute from all that they have cached, before a mask."""
     rows = jnp.zeros((1, 1, 4, 2))
     latent, dense = LatentLayer(rows, rows), StaticLayer(rows, rows)
     assert dense_layers(with_cache(latent, dense)) == [dense]
@@ -223,7 +222,7 @@ def test_no_later_call_compiles(pair):
 
 
 def test_fresh_and_stale_caches_are_bound_to_the_device_alike(engine):
-    """What is not is compiled into another program, which the disk does not know."""
+    """A cache that is not bound compiles into another program, which the disk does not have."""
     rows, params = RowRequests.idle(engine.plan), engine.runtime.refresh(engine.tensors())
     ask(engine)
     stale = engine.runtime.begin(params, rows, stale=True)

@@ -1,4 +1,4 @@
-"""The XLA runtime goes on with the weights as they are now, whoever wrote them; the limits are held too."""
+"""The XLA runtime continues with the current weights, whoever wrote them; tests hold the limits too."""
 
 import gc
 
@@ -42,7 +42,7 @@ class Model(nn.Module):  # weights of several shapes, as an engine names them
 
 
 def refreshed(weights, tensors):
-    """The arrays by name, and which of them are kept as their transposes."""
+    """Returns the arrays by name, and the names of those that are kept as transposes."""
     arrays = weights.refresh(tensors)
     transposed = {name for name, array in arrays.items() if isinstance(array, Transposed)}
     return {name: arrays[name].array if name in transposed else arrays[name] for name in arrays}, transposed
@@ -57,7 +57,6 @@ def converted(weights, tensors):
 
 
 def in_turns(weights, tensors):
-    """As many calls as it takes to look at every weight."""
     for _ in range(TURNS):
         weights.refresh(tensors)
 
@@ -67,7 +66,7 @@ def changed(before, after):
 
 
 def fused(model, **options):
-    """A step of the optimiser that Trainer takes by default; torch does not count its writes."""
+    """A step of Trainer's default optimiser; torch does not count the writes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True, **options)
     sum((weight.float() ** 2).sum() for weight in model.parameters()).backward()
     optimizer.step()
@@ -170,7 +169,7 @@ def test_one_silent_write_puts_its_whole_model_in_doubt_and_no_other():
     target, drafter, weights = Model(), Model(), Weights(LayoutRules())
     before = weights.refresh(target.tensors() | drafter.tensors("proposer"))
     target.wide.data.mul_(1.5)
-    target.stack.data[3, 5, 7] += 1  # alone, it would not be seen
+    target.stack.data[3, 5, 7] += 1  # no check would see this weight alone
     assert not torch.isin(target.stack[3, 5, 7], samples(target.stack).view(torch.float32))
     in_turns(weights, target.tensors() | drafter.tensors("proposer"))
     after = converted(weights, target.tensors() | drafter.tensors("proposer"))
@@ -249,7 +248,7 @@ def test_a_new_engine_looks_at_all_that_another_one_converted(weights):
     ("shape", "calls"), [((97, 32), TURNS**2), ((3000, 16), TURNS**2), ((300, 300), TURNS**3)]
 )
 def test_a_row_written_behind_torchs_back_is_seen_some_calls_later(shape, calls):
-    """As ``weight.data[new_ids] = mean`` writes rows of an embedding."""
+    """The write is that of ``weight.data[new_ids] = mean`` to rows of an embedding."""
     weight, weights = nn.Parameter(torch.randn(shape)), Weights(LayoutRules())
     others = {f"target.{number}": nn.Parameter(torch.randn(300, 300)) for number in range(TURNS)}
     tensors = {"target.weight": weight} | others
@@ -262,7 +261,7 @@ def test_a_row_written_behind_torchs_back_is_seen_some_calls_later(shape, calls)
 
 
 def test_part_of_a_row_written_behind_torchs_back_is_seen_after_forgetting(weights):
-    """The documented limit: neither counted nor looked at. torch's own way to count it works, too."""
+    """The write is neither counted nor looked at: a documented limit. torch's way to count it works too."""
     model = Model()
     before = weights.refresh(model.tensors())
     for _ in range(2):

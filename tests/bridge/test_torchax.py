@@ -56,7 +56,7 @@ def test_more_layers_are_no_more_writes_to_trace():
 
 @pytest.mark.parametrize("was_on", [True, False])
 def test_no_garbage_is_looked_for_while_a_program_is_traced(was_on):
-    """Each look would go through all that torch and JAX hold; what the user has set comes back after it."""
+    """Each collection would walk all objects of torch and JAX; the user's setting comes back afterwards."""
     seen, before = [], gc.isenabled()
 
     def step(row):
@@ -77,7 +77,7 @@ def test_no_garbage_is_looked_for_while_a_program_is_traced(was_on):
 
 
 def test_torch_finds_no_accelerator():
-    assert not torch.accelerator.is_available()  # torchax says that its jax device is one
+    assert not torch.accelerator.is_available()  # torchax reports its jax device as one
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
     torch.compile(layer, backend="eager")(torch.ones(1, 2)).sum().backward()
@@ -89,7 +89,7 @@ def test_torch_finds_no_accelerator():
 @pytest.mark.parametrize("entered", ["_function_mode", "_dispatch_mode", ""])
 def test_an_interrupt_while_a_step_is_traced_leaves_torch_as_it_was(entered):
     def step(rows):
-        # As for each operation; the interrupt comes before it is left, or before all of it is entered.
+        # As around each operation; the interrupt comes before the exit, or before the entry is complete.
         (getattr(environment(), entered) if entered else environment()).__enter__()
         raise KeyboardInterrupt
 
@@ -98,6 +98,6 @@ def test_an_interrupt_while_a_step_is_traced_leaves_torch_as_it_was(entered):
     left = _get_current_function_mode_stack() + _get_current_dispatch_mode_stack()
     while _get_current_function_mode_stack():
         torch.overrides._pop_mode()
-    while _get_current_dispatch_mode_stack():  # no other test is to fail by it
+    while _get_current_dispatch_mode_stack():  # no other test may fail by this change
         _pop_mode()
     assert left == []

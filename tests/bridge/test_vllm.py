@@ -24,7 +24,7 @@ from torch_dflash.ops.attention import KeyValue, grouped_attention, visible
 
 
 def config(**changed):
-    """What the plug-in reads of vLLM's configuration; ``part__field`` changes one field."""
+    """The fields of vLLM's configuration that the plug-in reads; ``part__field`` changes one field."""
     parts = {
         "speculative_config": {
             "method": "dflash",
@@ -50,33 +50,23 @@ def config(**changed):
 
 
 REFUSED = {
-    "speculative_config__method": "dspark",
-    "parallel_config__pipeline_parallel_size": 2,
-    "parallel_config__decode_context_parallel_size": 2,
-    "parallel_config__prefill_context_parallel_size": 2,
-    "parallel_config__data_parallel_size": 2,
-    "sharding_config__total_dp_size": 2,
-    "cache_config__cache_dtype": "fp8",
-    "lora_config": SimpleNamespace(),
-    "model_config__use_mla": True,
-    "model_config__is_hybrid": True,
-    "model_config__uses_mrope": True,
-    "model_config__is_multimodal_model": True,
-    "kv_transfer_config": SimpleNamespace(),
+    "speculative_config__method": "dspark", "parallel_config__pipeline_parallel_size": 2,
+    "parallel_config__decode_context_parallel_size": 2, "parallel_config__prefill_context_parallel_size": 2,
+    "parallel_config__data_parallel_size": 2, "sharding_config__total_dp_size": 2,
+    "cache_config__cache_dtype": "fp8", "lora_config": SimpleNamespace(), "model_config__use_mla": True,
+    "model_config__is_hybrid": True, "model_config__uses_mrope": True,
+    "model_config__is_multimodal_model": True, "kv_transfer_config": SimpleNamespace(),
     "additional_config": {"enable_continue_decode": True},
     "speculative_config__num_speculative_tokens_per_batch_size": [(1, 2)],
     "speculative_config__draft_tensor_parallel_size": 2,
     "speculative_config__draft_sample_method": "probabilistic",
-    "speculative_config__rejection_sample_method": "synthetic",
-    "speculative_config__kv_cache_dtype": "fp8",
-    "speculative_config__quantization": "fp8",
-    "speculative_config__max_model_len": 64,
+    "speculative_config__rejection_sample_method": "synthetic", "speculative_config__kv_cache_dtype": "fp8",
+    "speculative_config__quantization": "fp8", "speculative_config__max_model_len": 64,
     "speculative_config__attention_backend": "FLASH_ATTN",
     "speculative_config__draft_load_config": SimpleNamespace(),
-    "model_config__logprobs_mode": "processed_logprobs",
-    "model_config__enable_prompt_embeds": True,
+    "model_config__logprobs_mode": "processed_logprobs", "model_config__enable_prompt_embeds": True,
     "model_config__max_logprobs": -1,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", REFUSED)
@@ -148,7 +138,7 @@ def test_a_torchax_target_with_dflash_gets_our_worker(vllm):
     given = config()
     assert checked(vllm, given) == "jax_bridge.vllm.worker.Worker"
     drafter = given.speculative_config.draft_model_config
-    assert drafter.hf_config.layer_types is None  # for which vLLM's own runner would refuse the drafter
+    assert drafter.hf_config.layer_types is None  # vLLM's own runner would refuse the drafter for this one
     assert drafter.model_arch_config.architectures == ["DFlashDraftModel"]
 
 
@@ -185,7 +175,7 @@ def test_a_request_that_would_end_the_engine_is_refused_by_its_field(vllm, field
     with pytest.raises(vllm.refused, match=f"^{field}=0: .*; leave it out") as error:
         vllm.platform.validate_request("prompt", given)
     assert error.value.parameter == field
-    assert vllm.platform.asked == [bare, SimpleNamespace()]  # each went on to vLLM's own check
+    assert vllm.platform.asked == [bare, SimpleNamespace()]  # vLLM's own check ran for each
 
 
 def test_requests_of_any_other_configuration_are_vllms_alone(vllm):
@@ -201,7 +191,7 @@ def test_an_unknown_release_is_named_and_may_be_tried(vllm, found):
     words = rf"tpu-inference {found}: .* knows tpu-inference 0.32.0; install"
     with pytest.raises(ValueError, match=words) as error:
         checked(vllm, config())
-    assert "register_layers" in str(error.value)  # without which tpu-inference reads no PyTorch target
+    assert "register_layers" in str(error.value)  # tpu-inference needs the function for PyTorch targets
     said = re.search(r"--additional-config '(.*?)'", str(error.value))
     vllm.platform.seen.clear()
     assert said and checked(vllm, config(additional_config=json.loads(said[1]))) == plugin.WORKER
@@ -252,7 +242,7 @@ def paged(generator, lengths, size, shape, width):
     """Context rows of each sequence [G, L, D], and the same rows in pages in any order."""
     each = -(-max(lengths) // size) + 1
     table = generator.permutation(len(lengths) * each).reshape(len(lengths), each).astype(np.int32)
-    pages = jnp.asarray(rows_of(generator, table.size, size, *shape))  # what others left there
+    pages = jnp.asarray(rows_of(generator, table.size, size, *shape))  # rows of other requests
     contexts = []
     for own, length in zip(table, lengths, strict=True):
         key, value = rows_of(generator, length, GROUPS, DIM), rows_of(generator, length, GROUPS, DIM)

@@ -86,7 +86,7 @@ def test_no_program_copies_a_turned_weight(engine, pair, monkeypatch):
     steps = {key[0].partition(" ")[0]: program for key, program in made.items()}
     steps = {name: steps[name] for name in ("prefill", "rounds")}
     assert {name: copies(program) for name, program in steps.items()} == {"prefill": [], "rounds": []}
-    # Transposed back outside of the loop, each weight is copied on every call: the search sees that.
+    # The search sees a weight that is transposed back outside of the loop, a copy on every call.
     runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
     state = runtime.begin(params, RowRequests.idle(engine.plan))
     monkeypatch.setattr(lower, "bound", nullcontext)
@@ -120,7 +120,7 @@ def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's embedding is its head
 @pytest.mark.parametrize("source", ["live", "loaded"])
 def test_programs_take_matrices_as_they_lie(family, source, tmp_path, monkeypatch):
-    def by_columns(array):  # what no CPU would choose, as by rows is on some TPUs
+    def by_columns(array):  # no CPU would choose this layout, as some TPUs would choose none by rows
         place = Format(Layout(major_to_minor=(1, 0)), array.sharding)
         return jax.device_put(array, place) if array.ndim == 2 else array
 
@@ -187,7 +187,7 @@ def test_programs_unwrap_any_form_of_a_weight():
     assert isinstance(Halved(jnp.ones(2)), StoredWeight) and not isinstance(jnp.ones(2), StoredWeight)
     assert run(engine, [PROMPT], max_new_tokens=8)[0] == wanted
     engine.runtime.refresh = lambda tensors: refresh(tensors) | {name: Halved(-refresh(tensors)[name])}
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] != wanted  # it was the stored one that was used
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] != wanted  # the stored measurement was used
 
 
 SHAPE = (1024, 512)
@@ -213,7 +213,7 @@ def asked(monkeypatch):
 
 
 def again(shape) -> bool:
-    """What the next process finds."""
+    """Whether the next process finds that a weight of this shape lies by inputs."""
     measured._kept.cache_clear()
     return measured.lies_by_inputs(shape)
 

@@ -109,7 +109,6 @@ class Call:  # random arguments: row 0 has no context, others some of the slots;
         return {"scale": self.scale, "window": self.shape.window, "causal": self.shape.causal}
 
     def attend(self, query, key, value, past_key, past_value, position, start):
-        """The operation on these arguments, whatever they are."""
         inputs = AttentionInputs(query, key, value, start, self.scale, self.shape.window)
         return block_attention(inputs, Past(past_key, past_value, position), self.shape.causal)
 
@@ -160,7 +159,6 @@ def test_a_broken_kernel_is_seen(monkeypatch):
 
 
 def step_of(shape: Shape):
-    """The call as it stands in a round, and the shapes of its arguments."""
     call = Call(shape)
     args = [jax.ShapeDtypeStruct(array.shape, jnp.dtype(shape.dtype)) for array in call.floats]
     args += [jax.ShapeDtypeStruct(array.shape, jnp.int32) for array in (call.position, call.start)]
@@ -191,7 +189,7 @@ def test_the_kernel_compiles_for(topology, case):
 
 
 def assert_compiles(shape: Shape, topology: str, parts: int = 0) -> None:
-    """To one kernel, which keeps no scores; ``parts``: bytes of what halves of the keys give."""
+    """Asserts one kernel without scores in HBM; ``parts``: bytes of the results of halves of the keys."""
     step, args = step_of(shape)
     compiled = aot.compile_function(lambda *given: step(*given[2:]), (), (), *args, topology=topology)
     assert compiled.hlo.count('custom_call_target="tpu_custom_call"') == 1
@@ -201,7 +199,7 @@ def assert_compiles(shape: Shape, topology: str, parts: int = 0) -> None:
 
 @pytest.mark.parametrize("rows, dim, slots, window", [(1, 64, 96, None), (6, 64, 83, 7), (16, 128, 64, None)])
 def test_a_few_rows_of_a_static_cache(rows, dim, slots, window):
-    """On a TPU they are a causal block: the cache holds them, and what lies behind them is not read."""
+    """On a TPU the rows are a causal block: the cache holds them, and no position behind them is read."""
     random = np.random.default_rng(0)
     query, key, value = (
         torch.tensor(random.standard_normal((3, heads, rows, dim)), dtype=torch.float32)

@@ -56,7 +56,7 @@ def test_gradients_flow_as_in_transformers():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_row_of_a_block_gets_what_it_would_get_alone(transposed):
-    """Bit by bit in bfloat16, on a CPU: the next router has near-ties."""
+    """The outputs are equal bit by bit in bfloat16 on a CPU: the next router has near-ties."""
     torch.manual_seed(1)
     experts = Experts(True, False, transposed, False).bfloat16()
     weights = {name: jb.to_jax(leaf.detach()) for name, leaf in experts.named_parameters()}
@@ -85,7 +85,7 @@ def test_no_expert_is_copied_on_a_tpu():
     experts = sum(
         shape.size * shape.dtype.itemsize for name, shape in model.params.items() if ".experts." in name
     )
-    unused = experts * (1 - 80 / 128)  # all are read, for that is cheaper than finding out which
+    unused = experts * (1 - 80 / 128)  # all are read: a search for those in use would cost more
     assert floor.verify < step.traffic_bytes < 1.05 * (floor.verify + unused)
     assert step.temp_bytes < 0.02 * experts
     inside = [one.type for one in Program(step.hlo).instructions() if one.op != "parameter"]

@@ -1,4 +1,4 @@
-"""What two cores take of both kernels where K/V heads do not divide: sequences, or halves of the keys."""
+"""Two cores share sequences, or halves of the keys, in both kernels where K/V heads do not divide."""
 
 from functools import partial
 from itertools import product
@@ -29,7 +29,7 @@ def two_cores(monkeypatch):
 
 
 def paged_gap(shape: paged.Shape, start: int, row_tile: int = 2048, interpret=True) -> float:
-    """Largest difference from the definition, of outputs and of what pages hold; all other places are NaN."""
+    """Largest difference from the definition, of outputs and of pages; all other places are NaN."""
     call = paged.Call(shape, seed=start)
     call.start[:] = [start, 5, 40][: shape.batch]
     wanted, kept = call.expected()
@@ -114,7 +114,7 @@ def test_blocks_of_odd_heads(case, start):
 
 
 def watched(case: str, mode: str) -> bool:
-    """Whether one core of two reads what the other one writes, or writes it too."""
+    """Whether the interpreter finds a race between two cores."""
     how = {"detect_races": True, "dma_execution_mode": mode, "num_cores_or_threads": 2}
     paged_gap(PAGED[case], 60, 32, interpret=pltpu.InterpretParams(**how))
     assert interpret_pallas_call.races is not None
@@ -223,7 +223,7 @@ def test_keys_are_halved_where_a_slice_has_two_cores_a_chip(cores, keys, monkeyp
     monkeypatch.undo()
     known = {"platform": "tpu"} if jax.__version_info__ >= (0, 10) else {}
     device = AbstractDevice(device_kind="TPU v5", num_cores=cores, **known)
-    assert Halves.of(1, 1).grid == (1, 1)  # no slice: not known
+    assert Halves.of(1, 1).grid == (1, 1)  # no slice: unknown
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         assert Halves.of(1, 1).keys == Halves.of(3, 5).keys == keys
         assert Halves.of(2, 3).grid == (2, 1) and Halves.of(3, 2).grid == (2, 3)

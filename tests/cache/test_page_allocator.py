@@ -1,4 +1,4 @@
-"""Pages: rows that share too few of them say the same, none waits for ever, and no page is two rows'."""
+"""Rows that share too few pages give the same text, none waits for ever, and no page has two rows."""
 
 import random
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def test_a_small_pool_says_the_same(pair, prompts, runtime):
         waited.append(out.stats.host_reads)
         pool = small.plan.pages * small.plan.page_size
         assert pool <= share * ROWS * rows * 16 + 16
-    assert waited[0] == wanted.stats.host_reads <= waited[1] < waited[2]  # rows did wait for each other
+    assert waited[0] == wanted.stats.host_reads <= waited[1] < waited[2]  # rows waited for each other
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
@@ -76,8 +76,8 @@ def test_a_row_near_its_end_keeps_its_history_while_another_is_fed(pair, runtime
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 def test_a_row_that_overflows_spoils_no_other(runtime):
-    """One token's embedding is not a number: its row's K and V are not, and stay in pages that others get."""
-    target, _ = make_pair("llama")  # its head is not its embedding
+    """One token's embedding is NaN; the NaN K and V of its row stay in pages that other rows get."""
+    target, _ = make_pair("llama")  # the head and the embedding are not tied
     prompts = [[5, 17, 80, 33, 2] * 4, [7, 8, 9], [40, 3, 3, 61, 12, 8]]
     wanted = [own_text(target, prompt, 20) for prompt in prompts]
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_layers_that_expand_their_cache_are_not_paged():
 @register_state
 @dataclass(frozen=True)
 class UnpagedLayer(LatentLayer):
-    """A latent layer in a plan of pages, dense still."""
+    """A latent layer that stays dense in a plan of pages."""
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
@@ -174,7 +174,7 @@ def test_a_layer_of_another_kind_is_an_entry(monkeypatch, runtime):
 
 
 def run_rows(book: PageAllocator, plan: DecodePlan, ends: list[int], draw: random.Random) -> int:
-    """Grow rows at random until each has reached its end: rounds in which some row had to wait."""
+    """Grows rows at random until each has reached its end; returns the rounds in which a row had to wait."""
     reached, waits = [0] * len(ends), 0
     while any(at < end for at, end in zip(reached, ends, strict=True)):
         grown = False
@@ -208,7 +208,7 @@ def test_the_book_never_deadlocks_and_never_shares_a_page(seed):
 
 
 def test_without_the_rule_rows_do_deadlock(monkeypatch):
-    """The check above can fail: handing out whatever is free ends with all rows waiting."""
+    """An allocator that hands out every free page ends with all rows waiting: the check above can fail."""
     plan = DecodePlan(6, 200, 8, 8, cache="paged", page_size=16, pool_pages=16)
     ends = [200] * 6
     assert run_rows(PageAllocator(plan, ends), plan, ends, random.Random(0)) > 0

@@ -72,12 +72,12 @@ class Call:  # random arguments in float32: pages out of order, rows that end wi
         self.scale = shape.dim**-0.5
 
     def rows_of(self, pool, b):
-        """K and V of row b as far as they are written: [S, G, KV]."""
+        """The written K and V of row b [S, G, KV]."""
         end, page = int(self.start[b]) + self.shape.rows, self.shape.page
         return np.stack([pool[self.table[b, p // page], :, p % page] for p in range(end)])
 
     def expected(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Output [B, M, Q, Dv] and what `rows_of` then gives, straight from the definition."""
+        """Output [B, M, Q, Dv] and the `rows_of` afterwards, straight from the definition."""
         shape, pool = self.shape, self.pool.copy()
         out = np.zeros((shape.batch, shape.rows, self.query.shape[1], shape.dim), np.float64)
         for b, start in enumerate(self.start.tolist()):
@@ -136,7 +136,7 @@ FORMS |= {"pallas": lambda call: call.jax(pallas)}
 
 
 def gaps(call: Call, form: str) -> tuple[float, float]:
-    """Largest differences from the definition: of the output, and of what the pages then hold."""
+    """Largest differences from the definition: of the output, and of the pages afterwards."""
     out, pool = FORMS[form](call)
     wanted, kept = call.expected()
     written = (np.abs(call.rows_of(pool, b) - rows).max() for b, rows in enumerate(kept))
@@ -148,7 +148,7 @@ def gaps(call: Call, form: str) -> tuple[float, float]:
 def test_every_form_is_its_definition(case, form):
     call = Call(CASES[case], seed=len(case))
     output, written = gaps(call, form)
-    # What is written is moved, not computed. bfloat16 results are rounded to 8 bits.
+    # Written rows are moved, not computed. bfloat16 results are rounded to 8 bits.
     assert written == 0
     assert output < (2e-6 if call.shape.dtype == "float32" else 2e-2)
 
@@ -210,7 +210,7 @@ def test_a_broken_kernel_is_seen(name, monkeypatch):
 
 
 def step_of(shape: Shape):
-    """The call as it stands in a round, and the shapes of its arguments; the pool is donated."""
+    """Returns the call of a round and the shapes of the arguments; the pool is donated."""
     call, dtype = Call(shape), jnp.dtype(shape.dtype)
     sizes = (call.query.shape, call.key.shape, call.value.shape, call.pool.shape)
     args = [jax.ShapeDtypeStruct(size, dtype) for size in sizes]
@@ -251,7 +251,7 @@ def test_the_kernel_compiles_for(topology, case):
 
 
 def assert_compiles(shape: Shape, topology: str, parts: int = 0) -> None:
-    """To one kernel, the pool where it lies; ``parts``: bytes of what halves of the keys give."""
+    """Asserts one kernel that leaves the pool in place; ``parts``: bytes of the results of key halves."""
     step, args = step_of(shape)
     chip = NamedSharding(Mesh(np.array(aot.find_topology(topology).devices[:1]), ("chip",)), PartitionSpec())
     args = [jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=chip) for arg in args]
@@ -262,5 +262,5 @@ def assert_compiles(shape: Shape, topology: str, parts: int = 0) -> None:
     pages = (shape.batch * shape.columns + 1) * shape.groups * shape.page * width
     size = pages * jnp.dtype(shape.dtype).itemsize
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= size  # the pool is written where it lies
+    assert memory.alias_size_in_bytes >= size  # the pool is written in place
     assert memory.temp_size_in_bytes < size + parts  # and never copied

@@ -1,4 +1,4 @@
-"""What is not finite in one row reaches the rows that see it, and no other row by a bit."""
+"""A value of one row that is not finite reaches the rows that see it, and changes no bit of others."""
 
 import itertools
 from functools import cache, partial
@@ -58,10 +58,10 @@ def rows_of(count: int, seed: int, dim: int, bad=(), poisons=FINE):
 
 
 def attend(kind: str, layer, start, table, query, key, value, sinks):
-    """What a target's layer does with the rows: (output [B, M, Q, Dv], the layer afterwards)."""
+    """Runs a target's layer on the rows: (output [B, M, Q, Dv], the layer afterwards)."""
     options = KINDS[kind]
     view = CacheView((layer,), (options.get("window"),), start, table)
-    if isinstance(layer, LatentLayer):  # its model computes keys and values anew from what is cached
+    if isinstance(layer, LatentLayer):  # its model computes keys and values anew from the cache
         key, value = view.update(key, value, 0)
     window, softcap = options.get("window"), options.get("softcap")
     sinks = sinks if "sinks" in options else None
@@ -71,7 +71,7 @@ def attend(kind: str, layer, start, table, query, key, value, sinks):
 
 @cache
 def lowered(form: str, kind: str):
-    """`attend` as XLA has it; one for each ``form``, for a test changes what lies below."""
+    """`attend` compiled by XLA, once for each ``form``: a test changes the code below."""
     return jax.jit(partial(call_torch, partial(attend, kind)))
 
 
@@ -80,7 +80,6 @@ def at(position: int) -> torch.Tensor:
 
 
 def interpreted(*args, **options):
-    """The TPU's kernel of the pages, on the CPU."""
     return pallas_paged_attention(*args, **options, interpret=True)
 
 
@@ -118,7 +117,7 @@ def play(form: str, kind: str, poisons, dim: int = 16, kept: int = 0):
 
 @pytest.fixture
 def kernels(request, monkeypatch):
-    """Two pages at a time, and the kernel in the place of the form that runs on a CPU."""
+    """Reads two pages at a time, with the kernel in the place of the CPU's form."""
     monkeypatch.setattr(paged_kernel, "BLOCK_KEYS", 32)
     if request.getfixturevalue("form") == "pallas":
         monkeypatch.setattr(paged_kernel, "jnp_paged_attention", interpreted)
@@ -132,7 +131,7 @@ def test_a_rejected_row_changes_no_other(form, kind, kernels):
     block, second = play(form, kind, BAD)
     assert np.array_equal(block[:, :2], wanted[:, :2])
     assert not np.isfinite(block[1, 2:]).any()
-    # Of sequence 0, one K/V head saw something bad, and its query heads alone.
+    # In sequence 0 one K/V head, and its query heads alone, saw a bad value.
     assert np.array_equal(block[0, :, :2], wanted[0, :, :2])
     assert not np.isfinite(block[0, 2:, 2:]).any()
     assert np.array_equal(second, after)
@@ -160,7 +159,7 @@ def test_heads_of_whole_registers(form, kernels):
 
 @pytest.mark.parametrize("form", PAGES)
 def test_pages_keep_an_infinite_key_as_it_is(form, kernels):
-    """The kernel moves rows within a tile; what is moved is not computed."""
+    """The kernel moves rows within a tile and computes nothing with them."""
     query, key, value = rows_of(WIDTH, 1, 16)
     key[0, 0, 1, 3], key[0, 0, 2, 3], key[0, 1, 4, 5] = torch.inf, -torch.inf, torch.nan
     wanted = step("paged", "all", empty("paged"), (query, key, value), 5)[1].pool.numpy()
@@ -191,7 +190,7 @@ def pallas_block(query, key, value, start, past, **rule):
 @pytest.mark.parametrize("form", [torch_block, pallas_block])
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_drafters_context_forgets_rejected_rows(form, ring):
-    """Rows written past ``count`` never enter, and rows that a mask hides do not show."""
+    """Rows written past ``count`` never enter, and masked rows change nothing."""
 
     def block(poisons):
         if ring:
@@ -308,7 +307,7 @@ def test_in_half_precision():
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_drafter_goes_on_after_a_bad_row(kind, monkeypatch):
-    """What a rejected row leaves in the target's features never enters the drafter's context."""
+    """The target's features of a rejected row never enter the drafter's context."""
     model, _ = target("qwen3")
     drafter, propose = make_drafter(model), DFlashProposer.propose
 

@@ -1,4 +1,4 @@
-"""Rows of a recurrence by products, and the state after some of them, are what row by row gives."""
+"""A recurrence by products gives the outputs and the states of the recurrence row by row."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ KINDS = ["gated delta rule", "decay per channel", "mamba-2"]
 
 
 def draw(kind, height, seed=0, alike=False, dtype=torch.float64):
-    """Rows of a kind; ``alike``: keys that hardly differ, written whole, as of a token that repeats."""
+    """Random rows of a kind; ``alike``: keys that hardly differ, written whole, as a repeated token has."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -32,7 +32,7 @@ def draw(kind, height, seed=0, alike=False, dtype=torch.float64):
 
 
 def one_by_one(state, rows, above=None):
-    """Outputs, and the state after each row; ``above``: of each row of a tree, the row before it."""
+    """Outputs, and the state after each row; ``above``: the parent row of each row of a tree."""
     states, outs = [], []
     for row in range(rows.key.shape[2]):
         parent = row - 1 if above is None else above[row]
@@ -104,7 +104,7 @@ def test_rejected_rows_and_padding_may_hold_anything(kind, odd):
 
 
 ABOVE = (-1, 0, 1, 1, 0, 4, 5, 0)
-"""Of eight rows in preorder, each one's parent."""
+"""The parents of eight rows in preorder."""
 PATHS = ((0, 1, 3), (0, 4, 5), (0, 7, 7))
 COUNTS = (3, 2, 0)
 

@@ -1,4 +1,4 @@
-"""Layers read what a window can see and the slots in use, and draft what a dense buffer would."""
+"""Layers read the window and the slots in use, and draft as with a dense buffer."""
 
 import random
 import runpy

@@ -1,4 +1,4 @@
-"""Attention in a loop over blocks of keys: it says what the plain form says, and reads what is in use."""
+"""Attention in a loop over blocks of keys gives the plain form's text and reads the slots in use."""
 
 from functools import partial
 
@@ -65,7 +65,7 @@ def test_a_half_precision_query_meets_wider_buffers():
 
 @pytest.mark.parametrize("kind", [StaticLayer, LatentLayer])
 def test_what_a_wider_buffer_keeps_is_rounded_as_a_narrow_one_rounds(kind):
-    """Else the text would depend on where a program ends, and its caches become narrow."""
+    """Otherwise the text would depend on the end of a program, where caches become narrow."""
     inputs, (key, value) = asked(), buffers()
     kept = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -80,19 +80,16 @@ def test_what_a_wider_buffer_keeps_is_rounded_as_a_narrow_one_rounds(kind):
         assert torch.equal(wide[1, :, at : at + ROWS], narrow[1, :, at : at + ROWS].float())
 
 
-def test_what_lies_behind_the_longest_row_is_not_read(monkeypatch):
+@pytest.mark.parametrize(
+    ("start", "window", "unread"),
+    [([0, 1, 2], None, slice(8, None)), ([34, 35, 36], 6, slice(24))],
+    ids=["behind the longest row", "before the window"],
+)
+def test_slots_that_no_row_sees_are_not_read(start, window, unread, monkeypatch):
     monkeypatch.setattr(streamed, "fitting_keys", lambda *_: 8)
-    inputs, (key, value) = asked(start=[0, 1, 2]), buffers()
+    inputs, (key, value) = asked(start=start, window=window), buffers()
     wanted = plain(inputs, key, value)
-    value[:, :, 8:] = torch.nan  # one that is read passes even a weight of zero
-    torch.testing.assert_close(in_blocks(inputs, key, value), wanted, atol=2e-6, rtol=1e-5)
-
-
-def test_a_window_skips_what_lies_before_it(monkeypatch):
-    monkeypatch.setattr(streamed, "fitting_keys", lambda *_: 8)
-    inputs, (key, value) = asked(start=[34, 35, 36], window=6), buffers()
-    wanted = plain(inputs, key, value)
-    value[:, :, :24] = torch.nan
+    value[:, :, unread] = torch.nan  # a NaN that is read passes even a weight of zero
     torch.testing.assert_close(in_blocks(inputs, key, value), wanted, atol=2e-6, rtol=1e-5)
 
 
@@ -125,7 +122,7 @@ def test_the_context_of_a_drafted_block(window, causal, keys, monkeypatch):
 
 @pytest.mark.parametrize("form", ["slots", "pages", "blocks of slots", "blocks of pages"])
 def test_the_first_branch_of_a_tree_rounds_as_a_chain_does(form):
-    """In half precision another place among the keys is another order of sums, and at a tie another text."""
+    """Another place among the keys would be another order of sums, and at a tie another text."""
     generator = torch.Generator().manual_seed(3)
     start = torch.tensor([301, 402], dtype=torch.int32)
     query = torch.randn(2, HEADS, ROWS, 64, generator=generator).bfloat16()

@@ -27,7 +27,7 @@ GROUPS, HEADS, ROWS, DIM, PAGE, COLUMNS, DEPTH = 2, 2, 16, 64, 16, 6, 6
 WATCHED = pltpu.InterpretParams(uninitialized_memory="nan")
 
 
-class Call:  # two ragged sequences with trees of their own; the values of one leaf of each are no numbers
+class Call:  # two ragged sequences with a tree each; the values of one leaf of each are NaN
     def __init__(self, window=None, softcap=None, sinks=False):
         draw, drawn = random.Random(0), np.random.default_rng(0)
         parents = [with_path(ROWS - 1, DEPTH)([1] * 9, draw)[1] for _ in range(2)]
@@ -74,7 +74,7 @@ class Call:  # two ragged sequences with trees of their own; the values of one l
         return pallas_block_attention(*own[:4], past, own.tree, **rule, interpret=WATCHED)
 
     def gap(self, found, dense=False):
-        """Largest difference from the torch form; where that is no number, the other is none either."""
+        """Largest difference from the torch form; both are NaN at the same places."""
         pages = Pages(self.pool.clone(), self.table)
         wanted = block_attention(self.inputs, self.past, True) if dense else None
         wanted = paged_attention(self.inputs, pages)[0] if wanted is None else wanted
@@ -135,13 +135,12 @@ def test_a_broken_kernel_is_seen(kind, monkeypatch):
     dense = kind.endswith("dense")
     try:
         found = call.gap(call.block() if dense else call.paged(row_tile=HEADS * ROWS // 4), dense)
-    except AssertionError:  # a leaf that is no number reaches others
+    except AssertionError:  # a NaN leaf reaches others
         return
     assert found > 1e-2
 
 
 def step_of(kind, batch, groups, heads, rows, dim, window=None):
-    """The call as it stands in a verify pass, and the shapes of its arguments."""
     whole, half = jnp.int32, jnp.bfloat16
     sizes = [(batch, groups * heads, rows, dim), *[(batch, groups, rows, dim)] * 2]
     shapes = [jax.ShapeDtypeStruct(size, half) for size in sizes]

@@ -1,4 +1,4 @@
-"""`td.Chat`: each answer is the target's own after the whole conversation, of which little is read again."""
+"""`td.Chat`: each answer is the target's after the whole conversation, and little is read again."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 import torch_dflash as td
 
 NEW = 10
-# As templates of models that think have it: of earlier answers a part is left out.
+# Templates of models that think leave out a part of earlier answers.
 THINKING = GROWING.replace("m.content }}", "m.content[3:] if m.role == 'assistant' else m.content }}")
 ASCII = list(range(1, 94))  # ids of the byte tokenizer that are printable characters
 
@@ -111,7 +111,7 @@ def test_an_edit_goes_back_to_where_it_is(pairs, tokenizer):
 
 
 def test_recurrent_layers_go_back_to_the_end_of_an_earlier_prompt(tokenizer):
-    """An edit costs what stands behind that prompt's last message, and ``prefilled`` says so."""
+    """After an edit ``prefilled`` counts the tokens behind that prompt's last message."""
     target = make_hybrid("qwen3_5", vocab_size=257, max_position_embeddings=1024)
     drafter = make_drafter(target, target_layer_ids=[0, 1], max_position_embeddings=1024)
     pairs = target, {"dflash": drafter}
@@ -123,7 +123,7 @@ def test_recurrent_layers_go_back_to_the_end_of_an_earlier_prompt(tokenizer):
         lengths.append(length)
         messages += [chat.message, {"role": "user", "content": more}]
     assert chat.stats.prefilled == lengths[1] - lengths[0] - (NEW - 1)  # all but an answer's last was decoded
-    first = lengths[0] - len("<assistant>")  # another template may turn to the answer otherwise
+    first = lengths[0] - len("<assistant>")  # another template may begin an answer otherwise
     for edited, kept in (([*messages[:2], {"role": "user", "content": "2!"}], first), (messages[4:], 0)):
         wanted, length = own(pairs, tokenizer, edited)
         assert chat(edited)["content"] == wanted and chat.stats.prefilled == length - kept

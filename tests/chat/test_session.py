@@ -1,4 +1,4 @@
-"""A row that goes on with another prompt says, and drafts, what a fresh one does, and reads what is new."""
+"""A row that continues with another prompt gives a fresh row's text and drafts, and reads new tokens only."""
 
 import random
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Taken:
     committed: Int[Tensor, " B"]
 
 
-class Counts(td.Proposer):  # a state, without a way to go back in it: eager rounds check its count
+class Counts(td.Proposer):  # a state that cannot go back: eager rounds check its count
     name, width = "counts", 4
 
     def start(self, plan, device):
@@ -46,7 +46,7 @@ def make_engine(kind, runtime="eager", family="qwen2", **options):
     ring = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 2}
     target, drafter = make_pair(family, agree=4.0, **(ring if kind == "ring" else {}))
     drafter = {"ngram": td.NGramProposer(5), "plain": None, "counts": Counts()}.get(kind, drafter)
-    # Of some capacity, as a program's size is: a ring has to be smaller than that.
+    # The capacity is a program's size: a ring has to be smaller.
     engine = td.compile(target, drafter, runtime=runtime, **({"max_length": 256} | options))
     empty = engine.pair.proposer.start(engine.plan, "meta")
     assert any(isinstance(layer, RingLayer) for layer in getattr(empty, "layers", ())) == (kind == "ring")
@@ -90,8 +90,8 @@ def test_a_turn_says_what_a_fresh_row_does_and_reads_what_is_new(kind, runtime, 
         assert session.stats.acceptance_lengths == fresh(engine, text)[1]
         seen.append((len(text), session.stats.prefilled))
         text = text + got + question
-    assert seen == [(32, 32), (47, 4), (61, 3)]  # an answer's last token is read with what follows it
-    # An early part is written anew. Dense keys and values go back to it; what forgets, to a turn before.
+    assert seen == [(32, 32), (47, 4), (61, 3)]  # an answer's last token is read with the next turn
+    # An early part is edited. Dense keys and values go back to the edit; others to the turn before.
     text = text[:50] + [40, 41]
     assert ask(session, text) == own_text(target, text, NEW)
     forgets = kind in ("ring", "counts")
@@ -99,13 +99,13 @@ def test_a_turn_says_what_a_fresh_row_does_and_reads_what_is_new(kind, runtime, 
     text = text[:20] + [50]
     assert ask(session, text) == own_text(target, text, NEW)
     assert session.stats.prefilled == (21 if forgets else 1)
-    # To the buffer's end: a program's window that ran past it would be moved over what is held.
+    # To the buffer's end: XLA would move a window that ran past the end over held positions.
     text = [*START, *START, 9, 8]
     ask(session, text, max_new_tokens=1)
     text = text + START + [7]
     assert ask(session, text) == own_text(target, text, NEW)
     text = text[:80]
-    with torch.no_grad():  # what is held was computed with other weights
+    with torch.no_grad():  # the held rows were computed with other weights
         target.model.layers[0].self_attn.k_proj.weight.mul_(-1)
     assert ask(session, [*text, 8]) == own_text(target, [*text, 8], NEW)
     assert session.stats.prefilled == len(text) + 1
@@ -131,7 +131,6 @@ def test_turns_that_are_edited_and_left_at_any_point(kind):
 
 @pytest.mark.parametrize("broken", ["earliest", "rewind", "snapshot"])
 def test_a_drafter_that_goes_back_wrongly_is_seen(monkeypatch, broken):
-    """The test of the test."""
     wrong = {
         "earliest": lambda self, pstate, length: 0,
         "rewind": lambda self, pstate, kept, snapshot=None: pstate,
@@ -143,7 +142,7 @@ def test_a_drafter_that_goes_back_wrongly_is_seen(monkeypatch, broken):
 
 
 def test_rules_know_the_whole_prompt_and_no_more():
-    """Presence counts what the target picked, repetition the prompt too, of this request alone."""
+    """Presence counts picked tokens and repetition the prompt too, of this request alone."""
     kinds = ("repetition_penalty", "presence_penalty", "min_new_tokens")
     engine, _ = make_engine("dflash", family="llama", processors=kinds)
     asked = {"presence_penalty": 1.5, "repetition_penalty": 1.3, "min_new_tokens": 5}
@@ -169,7 +168,7 @@ def test_samples_are_those_of_a_fresh_row_with_the_same_seed():
 
 
 def test_stop_strings_cut_a_text_that_the_device_had_further():
-    """What stands behind the cut is not of the text, whatever the state holds."""
+    """Tokens behind the cut are no part of the text, whatever the state holds."""
     from support.tokenizers import byte_tokenizer
 
     engine, target = make_engine("dflash", family="llama", rounds_per_chunk=4)
@@ -198,7 +197,7 @@ def test_other_rows_of_a_batch_stay_idle(cache):
 
 @pytest.mark.parametrize("cache", ["static", "paged"])
 def test_rows_of_a_batch_go_on_together(cache):
-    """Each from a point of its own, on the pages that it has."""
+    """Each row continues from its own position, on its own pages."""
     engine, target = make_engine("dflash", family="llama", batch_size=2, cache=cache, page_size=16)
     params = engine.runtime.refresh(engine.tensors())
 

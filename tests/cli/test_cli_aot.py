@@ -36,7 +36,7 @@ output_to_operand_aliasing={{1}: (0, {})}COST
 
 
 def compiled(cost: str = "", traffic: int = 4040) -> aot.CompiledStep:
-    """As the compiler might have answered; ``cost`` is what the kernel says of itself."""
+    """A possible answer of the compiler; ``cost`` is the kernel's own estimate."""
     return aot.CompiledStep(
         1.5, 5000, 4400, 300, 4000, traffic, {".tokens": "[1].tokens"}, [".length"],
         HLO.replace("COST", cost), {"flops": 1e6, "bytes accessed": 9000.0},
@@ -48,7 +48,7 @@ folders = pytest.fixture(name="folders")(write_configs)
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """No libtpu; the steps that were asked for."""
+    """Stands in for libtpu; lists the requested steps."""
     asked = []
 
     def compile_step(model, step, *, topology, chips):
@@ -305,7 +305,7 @@ def test_a_published_pair_cut_to_two_layers_is_near_its_floor(tmp_path, capsys):
         assert found["passes"][name]["forbidden"] == found["passes"][name]["unaliased"] == []
         assert "is_scheduled=true" in (tmp_path / f"{name}.hlo.txt").read_text()
     assert found["bound"] == "memory" and found["collectives"] == {} and found["libtpu"]
-    # The two passes are the round, but for what one program saves: nothing of weight is counted twice.
+    # The two passes are the round, but for the savings of one program: no large array is counted twice.
     parts = found["verify_hbm_bytes"] + found["draft_hbm_bytes"]
     assert found["round_hbm_bytes"] == pytest.approx(parts, rel=0.05)
 
@@ -317,30 +317,12 @@ def test_a_topology_that_does_not_exist(folders, capsys):
 
 
 def test_the_options_of_the_plan_are_those_that_can_be_given(capsys):
-    """A new field of the plan is offered, or named as one that is not."""
+    """The command offers each field of the plan, or names the field as one that cannot be given."""
     assert main(["aot", "--help"]) == 0
     shown = set(re.findall(r"^  (?:-q, )?--([a-z-]+)", capsys.readouterr().out, flags=re.M))
     plan = {"filters", "matmul-precision", "cache", "page-size", "pool-pages"}
-    own = {
-        "model",
-        "draft-model",
-        "topology",
-        "block-size",
-        "verify-width",
-        "context",
-        "batch-size",
-        "layers",
-    }
-    assert shown == plan | own | {
-        "mesh",
-        "passes",
-        "dump-hlo",
-        "json",
-        "quiet",
-        "kflat",
-        "acceptance",
-        "rows",
-    }
+    own = {*"model draft-model topology block-size verify-width context batch-size layers".split()}
+    assert shown == plan | own | {*"mesh passes dump-hlo json quiet kflat acceptance rows".split()}
 
 
 def kflat_of(name, **how):

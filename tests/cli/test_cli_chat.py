@@ -1,4 +1,4 @@
-"""``torch-dflash chat``: lines in, the target's own answers out; what stops or fails loses none of them."""
+"""``torch-dflash chat``: lines in, the target's own answers out; no stop and no failure loses one."""
 
 import io
 import json
@@ -21,7 +21,7 @@ LETTERS = list(range(35, 60))
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A saved pair that says letters alone, so that its text is sent back as it was."""
+    """A saved pair whose text is letters alone, so that the template sends the text back unchanged."""
     folder = tmp_path_factory.mktemp("pair")
     target = make_target("qwen3", vocab_size=257, max_position_embeddings=256, tie_word_embeddings=False)
     drafter = make_drafter(target)
@@ -50,7 +50,6 @@ def talk(pair, monkeypatch, capsys):
 
 
 def own(pair, messages, new=NEW):
-    """What the target itself answers."""
     inputs = pair.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -155,8 +154,8 @@ def test_on_a_terminal_drafts_are_green_and_lines_are_asked_for(pair, talk, monk
     monkeypatch.delitem(sys.modules, "readline", raising=False)
     status, out, err = talk(["hello", "/nope"], "--drafter", "ngram", terminal=True)
     text = "\n".join(out)
-    assert status == 0 and text.startswith("> ")  # a slip at the keyboard is no failure of the program
-    assert "Ctrl-D leaves" in err and "readline" in sys.modules  # which gives `input` its history of lines
+    assert status == 0 and text.startswith("> ")  # a typing error is no failure of the program
+    assert "Ctrl-D leaves" in err and "readline" in sys.modules  # the module gives `input` a history of lines
     plain = text.replace(GREEN, "").replace("\033[0m", "").replace("> ", "")
     assert plain.strip() == own(pair, [{"role": "user", "content": "hello"}])
 

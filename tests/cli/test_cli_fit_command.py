@@ -1,4 +1,4 @@
-"""What a chain of stages carries along: template variables, the data and recipe of a card, figures."""
+"""A chain of stages keeps template variables, the data and recipe of a card, and figures."""
 
 import json
 import shlex
@@ -37,7 +37,6 @@ def test_template_variables_are_set_once_and_used_by_every_stage(world, tmp_path
     assert all(other.chat_template_kwargs == TERSE for other in (one, *rest))
     ids = encode_conversation(world.tokenizer, one.messages, TERSE)
     assert ids != encode_conversation(world.tokenizer, one.messages)
-
     assert train(world, "features", "--answers", answers, "--out", features, *TAPPED) == 0
     for source in (("--features", features), ("--answers", answers)):
         out = tmp_path / source[0]
@@ -144,9 +143,7 @@ def test_the_card_names_data_and_recipe_and_keeps_its_figures(world, tmp_path, c
     assert (given.target, given.answers, given.out) == ("target", [Path("answers")], Path("fit"))
     assert (given.taps, given.layers, given.block_size, given.kl, given.epochs) == ((0, 2), 1, 4, 0.5, 1)
     assert (given.held_out, given.anchors, given.learning_rate, given.accumulation) == (1, 8, 1e-3, 1)
-
     assert fit_command(given, 2) == f"accelerate launch --num_processes 2 --no_python {command}"
-
     judge = ("evaluate", "--drafter", folder, "--prompts", prompts, *EAGER, "--json", tmp_path / "f.json")
     assert train(world, *judge, "--limit", 2, "--card") == 0
     judged = card.read_text()

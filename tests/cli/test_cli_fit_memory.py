@@ -29,7 +29,7 @@ folders = pytest.fixture(name="folders")(write_configs)
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """No libtpu: programs that need bytes by rows and positions; what was compiled, and chips' memory."""
+    """Stands in for libtpu: bytes by rows and positions, the compiled programs, and chips' memory."""
     asked, limits = [], {"v5e": 10**9, "v6e": 2 * 10**9, "v5p": 4 * 10**9}
 
     def compile_step(model, step, *, topology, chips, prompt_rows=None):
@@ -65,7 +65,6 @@ def run(folders, *options, drafter="drafter"):
 
 
 def held(folders, batch, context, chips=1, **plan):
-    """What one chip of a tiny pair holds."""
     target, drafter = load_configs(str(folders / "target"), str(folders / "drafter"), None, None)
     model = aot.abstract_pair(target, drafter, batch_size=batch, capacity=context, **plan)
     return bytes_of(sizes._share(model, "v5e:2x2", chips))
@@ -155,7 +154,7 @@ def test_the_table_says_what_was_asked(folders, compiler, capsys):
     out, err = capsys.readouterr()
     assert "each of 4 chips of v5e:2x2" in out and "batch 1, context 64, cache static, filters yes" in out
     assert "largest batch at context 64" in out and "(not compiled whole)" in out
-    assert "largest context at batch 1: 512" in out  # all that the target was made for
+    assert "largest context at batch 1: 512" in out  # the target's own longest context
     assert "compiling chunk of 2 layers" in err and "all layers" not in err
 
 
@@ -184,14 +183,11 @@ def test_as_many_layers_are_compiled_as_there_are_kinds_and_taps():
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("bf16[2880,4]{0,1:T(8,128)(2,1)}", 2 * 2944 * 8),
-        ("bf16[4,2880]{1,0:T(8,128)(2,1)}", 2 * 2944 * 8),
-        ("f32[3,5,130]{2,1,0:T(8,128)}", 4 * 3 * 8 * 256),
-        ("s32[1000]{0:T(1024)}", 4 * 1024),
-        ("f32[]{:T(128)}", 4),
-        ("pred[7]", 7),
+        ("bf16[2880,4]{0,1:T(8,128)(2,1)}", 2 * 2944 * 8), ("bf16[4,2880]{1,0:T(8,128)(2,1)}", 2 * 2944 * 8),
+        ("f32[3,5,130]{2,1,0:T(8,128)}", 4 * 3 * 8 * 256), ("s32[1000]{0:T(1024)}", 4 * 1024),
+        ("f32[]{:T(128)}", 4), ("pred[7]", 7),
     ],
-)
+)  # fmt: skip
 def test_tiles_are_filled_up(kind, size):
     assert laid_bytes(kind) == size
 

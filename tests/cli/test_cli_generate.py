@@ -23,7 +23,6 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A saved pair with a chat template, and what a test needs to know of it."""
     folder = tmp_path_factory.mktemp("pair")
     target = make_target(
         "qwen3", vocab_size=257, max_position_embeddings=CONTEXT, eos_token_id=0, pad_token_id=0
@@ -50,7 +49,7 @@ def pair(tmp_path_factory):
 
 
 def wanted(pair, text, new=int(NEW), sampled=None):
-    """What the target itself says after ``text`` (sent as it is), as text."""
+    """The target's own text after ``text``, which is sent as it is."""
     ids = torch.tensor([pair.tokenizer(text)["input_ids"]])
     out = pair.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
     return pair.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
@@ -132,7 +131,7 @@ def test_sampling_is_that_of_plain_decoding_with_the_same_seed(pair, capsys):
 
 
 def test_stop_ids_end_the_text_unless_ignored(pair, capsys, tmp_path):
-    """A model that stops at once: its stop id is the first token it says."""
+    """The model's stop id is the first token of its text."""
     model = make_target("qwen3", vocab_size=257, max_position_embeddings=CONTEXT)
     ids = torch.tensor([pair.tokenizer(chat("hello"))["input_ids"]])
     first = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, pad_token_id=0)[0, -1]
@@ -252,7 +251,7 @@ def test_sampled_lines_do_not_depend_on_their_batch(pair, capsys, tmp_path):
 
 
 def test_lines_are_out_before_the_next_batch_is_decoded(pair, capsys, tmp_path, monkeypatch):
-    """What was done when the process is killed is on stdout."""
+    """A killed process has written all finished lines to stdout."""
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
     decode, calls = Engine.generate, []

@@ -1,4 +1,4 @@
-"""``generate --jsonl``: whatever stands in a line is that line's error, and no decoded line is lost."""
+"""``generate --jsonl``: a bad line is that line's error, and no decoded line is lost."""
 
 import io
 import json
@@ -169,14 +169,11 @@ def test_what_a_batch_file_asks_for_is_followed_or_an_error(target, monkeypatch,
 
 
 OWN = [
-    ('"max_tokens": 2', ("--max-tokens", "2")),
-    ('"temperature": 0.7', ("--temperature", "0.7")),
-    ('"stop": "-"', ("--stop", "-")),
-    ('"stop": ["-", "."]', ("--stop", "-", "--stop", ".")),
-    ('"repetition_penalty": 1.5', ("--repetition-penalty", "1.5")),
-    ('"ignore_eos": true', ("--ignore-eos",)),
+    ('"max_tokens": 2', ("--max-tokens", "2")), ('"temperature": 0.7', ("--temperature", "0.7")),
+    ('"stop": "-"', ("--stop", "-")), ('"stop": ["-", "."]', ("--stop", "-", "--stop", ".")),
+    ('"repetition_penalty": 1.5', ("--repetition-penalty", "1.5")), ('"ignore_eos": true', ("--ignore-eos",)),
     ('"temperature": 0.7, "top_p": 0.5', ("--temp", "0.7", "--top-p", "0.5")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "options"), OWN)

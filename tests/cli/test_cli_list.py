@@ -1,4 +1,4 @@
-"""``torch-dflash list``: a table, JSON, and what of it the hub's cache holds."""
+"""``torch-dflash list``: a table, JSON, and the part of both that the hub's cache holds."""
 
 import json
 import shutil
@@ -26,18 +26,10 @@ def test_the_table_has_every_pair_and_says_what_is_unknown(capsys):
         "qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "DFlash", "z-lab", "16",
         "1,9,17,25,33", "yes",
     ]  # fmt: skip
-    assert by_name["glm-5.1"][1:] == [
-        "(GLM-5.1)",
-        "z-lab/GLM-5.1-FP8-DFlash",
-        "DFlash",
-        "z-lab",
-        "?",
-        "?",
-        "no",
-    ]
+    assert by_name["glm-5.1"][1:] == "(GLM-5.1) z-lab/GLM-5.1-FP8-DFlash DFlash z-lab ? ? no".split()
     assert by_name["qwen3.5-27b"][-1] == "yes"
     starts = {line.index(line.split()[1]) for line in [head, *lines]}
-    assert len(starts) == 1  # columns stand below each other
+    assert len(starts) == 1  # columns are aligned
 
 
 def test_a_part_of_a_name_chooses(capsys):
@@ -55,7 +47,7 @@ def test_a_part_of_a_name_chooses(capsys):
         ("z-lab/Qwen3-8B-DFlash-b16", "qwen3-8b"),
         ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("Qwen3_8B", "qwen3-8b"),
-        ("Qwen/Qwen3.5-9B", "qwen3.5-9b"),  # whose row has no hub id of the target
+        ("Qwen/Qwen3.5-9B", "qwen3.5-9b"),  # its row has no hub id of the target
     ],
 )
 def test_a_model_is_found_by_its_hub_id(capsys, text, name):
@@ -127,7 +119,7 @@ def no_snapshot(folder):
 
 
 def no_blob(folder):
-    """As when the hub's files are deleted by hand: in its cache a snapshot holds links."""
+    """The links of the snapshot lead nowhere, as after a user deleted the hub's files by hand."""
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("../../blobs/gone")
 

@@ -48,14 +48,12 @@ def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeyp
     row = found["sets"]["math"]
     assert f"| math | {row['acceptance_length']:.2f} | {row['ngram_acceptance_length']:.2f} |" in said
     assert row["prompts"] == 9 and found["options"]["max_new_tokens"] == 8
-
     for module in ("answers.regenerate", "features.extract"):
         monkeypatch.setattr(f"torch_dflash.train.{module}.write_atomically", None, raising=False)
     before = content(tmp_path)
     for line in chain:
         assert train(world, *line) == 0
     assert content(tmp_path) == before
-
     other = tmp_path / "code.jsonl"
     other.write_text('{"prompt": "x = 1"}\n')
     assert train(world, *judge, other) == 0
@@ -90,7 +88,7 @@ def test_a_target_with_recurrent_layers_trains_a_drafter_that_decodes(tmp_path):
 
 
 def test_features_can_be_computed_as_they_are_needed(world, tmp_path):
-    """The same features, so the same fit, but for rounding."""
+    """The features are the same, so the fit is the same, except for rounding."""
     answers = world.folder / "answers"
     runs = (("a", "--answers", answers), ("b", "--features", world.features))
     for name, option, path in runs:
@@ -121,7 +119,7 @@ def test_a_v1_drafter_is_given_a_selector_and_judged_with_it(world, overfit, tmp
     head = ("--head", "dflash2", "--selector-rank", 4, "--selector-top-k", 3)
     assert fit(world, tmp_path, *line, *head, shape=(), epochs=1) == 0
     first = read_log(tmp_path / "log.jsonl")[0]
-    assert first["loss"] < 0.2 and first["recall"][0] == 1  # v1's weights, and a selector that is nothing
+    assert first["loss"] < 0.2 and first["recall"][0] == 1  # v1's weights, and a selector of zeros
     drafter = td.load_drafter(tmp_path / "drafter")
     assert (drafter.config.selector_rank, drafter.config.selector_top_k) == (4, 3)
     assert "--head dflash2 --selector-rank 4" in (tmp_path / "drafter" / "README.md").read_text()
@@ -291,6 +289,6 @@ def test_help_lists_every_option_once_with_its_meaning(stage, capsys, monkeypatc
         words = entry.split("\n", 1)[0].split("  ")[1:] + entry.split("\n")[1:]
         name = re.search(r"--([\w-]+)", entry)[1]
         if name not in ("target-dtype", "out", "prompts", "answers", "draft-model"):
-            assert "".join(words).strip(), entry  # a sentence on what it is
+            assert "".join(words).strip(), entry  # a sentence of description
     if stage == "fit":
         assert "--learning-rate FLOAT" in text and "[default: 0.0006]" in text and "--taps LAYERS" in text

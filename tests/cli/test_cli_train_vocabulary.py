@@ -1,4 +1,4 @@
-"""``torch-dflash train vocabulary``: the drafter that it writes drafts frequent ids, and those alone."""
+"""``torch-dflash train vocabulary`` writes a drafter that drafts frequent ids alone."""
 
 import torch
 from support.stages import train
@@ -24,7 +24,6 @@ def test_a_drafter_with_the_answers_ids_drafts_as_before(world, overfit, tmp_pat
     ]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     assert outs[0].stats.acceptance_lengths == outs[1].stats.acceptance_lengths
-
     assert train(world, *line, "--rows", 3, "--out", tmp_path / "three") == 0
     share = float(capsys.readouterr().out.split()[3].rstrip("%"))
     assert 0 < share < 100

@@ -1,4 +1,4 @@
-"""The command line as it is typed: both spellings, mistyped words, help; none of it imports torch."""
+"""The command line's words: both spellings, mistyped words, help; none imports torch."""
 
 import gc
 import shlex

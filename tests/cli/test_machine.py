@@ -1,4 +1,4 @@
-"""What figures say of the processor that they were taken on."""
+"""Figures name the processor that they were measured on."""
 
 import pytest
 import torch

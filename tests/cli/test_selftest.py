@@ -1,4 +1,4 @@
-"""``torch-dflash selftest``: passes on what is right, and names the check that what is broken fails."""
+"""``torch-dflash selftest`` passes on a sound package, and names the check that a broken one fails."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def selftest(*options):
 
 @pytest.fixture(scope="module")
 def on_xla(tmp_path_factory):
-    """One run on XLA: exit status, stdout, stderr, what it wrote, and its pair with all that was compiled."""
+    """One run on XLA: exit status, stdout, stderr, the written JSON, and the pair with compiled programs."""
     file, cases = tmp_path_factory.mktemp("xla") / "found.json", []
 
     def kept(backend, family):
@@ -91,7 +91,6 @@ def test_a_broken_acceptance_rule_fails_by_name(capsys, monkeypatch):
     honest = torch_dflash.decode.accept_chain
 
     def generous(draft, target):
-        """Takes the first draft for accepted, whatever the target says."""
         target = target.clone()
         target[:, :-1][:, :1] = draft.tokens[:, : target.shape[1] - 1][:, :1]
         return honest(draft, target)
@@ -100,7 +99,7 @@ def test_a_broken_acceptance_rule_fails_by_name(capsys, monkeypatch):
     assert selftest("--quick", "--runtime", "eager") == 1
     verdict = next(line for line in capsys.readouterr().out.splitlines() if "checks passed" in line)
     assert "qwen3, greedy = target.generate: random drafter, 3 ragged rows" in verdict
-    assert "generate: plain" not in verdict and "after prefill" not in verdict  # what never drafts is right
+    assert "generate: plain" not in verdict and "after prefill" not in verdict  # both are right
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +160,7 @@ def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, m
         assert statuses(hidden_costs(case, backend))["one host read a chunk"] == FAIL
 
     def kept(self, *args):
-        return *chunk(self, *args)[:3], ()  # nothing is given away
+        return *chunk(self, *args)[:3], ()  # the output reveals nothing
 
     def compiling(self, params, state, turn=None):
         jax.jit(lambda array: array * 3)(state.length)  # another function every time
@@ -192,7 +191,7 @@ def test_what_cannot_run_says_why_and_fails(capsys, monkeypatch):
     assert "texts, qwen3" in broken and "ZeroDivisionError" in broken
     assert any(
         line.startswith(PASS) and "one host read a chunk" in line for line in lines
-    )  # the rest goes on
+    )  # the other checks run
     assert selftest("--quick") == 2  # no JAX at all
     assert "--runtime xla" in capsys.readouterr().err
 
@@ -235,7 +234,7 @@ def test_only_a_tie_excuses_another_token(eager, monkeypatch):
 
 
 def test_a_timed_round_does_what_its_name_says():
-    """A verify round commits one token; a draft pass moves the drafter on, and never the target's cache."""
+    """A verify round commits one token; a draft pass advances the drafter, and never the target's cache."""
     backend = EagerBackend()
     size = timing.SIZES["tiny"]
     target = timing.make_target("qwen3", **size.target)

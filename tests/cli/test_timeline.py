@@ -1,4 +1,4 @@
-"""The picture of a decoding's rounds."""
+"""The timeline of the rounds of a decoding."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Products in another type: the text is that of plain decoding in the same arithmetic."""
+"""With products in another type the text is that of plain decoding in the same arithmetic."""
 
 import jax
 import jax.numpy as jnp
@@ -104,12 +104,12 @@ def test_a_changed_weight_is_quantised_anew():
     np.testing.assert_allclose(2 * before.scale, after.scale)
 
 
-torch.manual_seed(0)  # the same numbers in whatever order files are imported
+torch.manual_seed(0)  # the same numbers in any order of imported files
 ROWS, WEIGHT = torch.randn(3, 40), torch.randn(24, 40) * torch.rand(24, 1)
 
 
 def by_hand(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The definition, in float64: both sides in steps of a 127th of each row's largest entry."""
+    """The definition in float64: both sides in steps of a 127th of each row's largest entry."""
     own, scale = (x.double().abs().amax(dim=1, keepdim=True) / 127 for x in (rows, weight))
     return (rows.double() / own).round() @ (weight.double() / scale).round().T * own * scale.T
 
@@ -121,7 +121,7 @@ def test_int8_is_by_row_of_both_sides():
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     error = (got - ROWS.double() @ WEIGHT.double().T).abs().max() / got.abs().max()
     assert 0 < error < 0.02
-    # A scale of the columns, or none at all for the rows, would be far off.
+    # A scale of the columns, or no scale for the rows, would be far off.
     for wrong in (by_hand(ROWS, WEIGHT.T.contiguous().view(24, 40)), wanted * 2):
         assert not torch.allclose(got, wrong, atol=0.1)
 
@@ -150,7 +150,7 @@ def test_few_rows_come_second_where_a_weight_leads():
         kept = Quantized.of(WEIGHT, None, leads=leads)
         return jax.jit(linear_jax).lower(jnp.ones((count, 40)), kept).compile().as_text()
 
-    assert all("s32[24,2]" in compiled(count, True) for count in (1, 2))  # else XLA has turned it back
+    assert all("s32[24,2]" in compiled(count, True) for count in (1, 2))  # XLA keeps the weight turned
     assert "s32[24" not in compiled(2, False) + compiled(FEW_ROWS + 1, True)
 
 

@@ -20,7 +20,7 @@ TEMPERATURE = [0.3, 0.7, 1.0, 1.5, 2.5, 0.9]
 VALUES = {"top_k": [0, 60, 31, 12, 5, 1], "top_p": [1.0, 0.999, 0.9, 0.6, 0.3, 0.01]}
 VALUES |= {"min_p": [0.0, 0.001, 0.02, 0.1, 0.4, 1.0]}
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-# All at once: in each of the first three rows another one decides, then they meet in other ways.
+# All filters at once: in each of the first three rows another filter decides, then they mix in other ways.
 TOGETHER = {"top_k": [4, 40, 40, 12, 20, 6], "top_p": [0.99, 0.6, 0.99, 0.8, 0.9, 0.95]}
 TOGETHER |= {"min_p": [0.001, 0.001, 0.3, 0.05, 0.02, 0.1]}
 
@@ -54,7 +54,7 @@ def scaled_logits(seed: int = 0) -> torch.Tensor:
 
 
 def kept_by_transformers(scaled, filters) -> torch.Tensor:
-    """Which ids [B, M, V] survive the warpers, one row of the batch after another."""
+    """Marks the ids [B, M, V] that survive the warpers, one row of the batch after another."""
     rows = []
     for row, logits in enumerate(scaled):
         values = {name: column[row] for name, column in filters.items()}
@@ -122,7 +122,7 @@ def test_a_top_k_beyond_the_vocabulary_filters_nothing(on):
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("size", [1.0, 30.0, 3000.0])
 def test_temperatures_at_and_near_zero_are_greedy(on, filters, size):
-    """1e-36 is a number that a float holds, and a logit divided by it may be one that it does not."""
+    """A float holds 1e-36, but a logit divided by 1e-36 may overflow."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(ROWS, WIDTH, VOCAB, generator=generator) * size
     logits[0] -= 10 * size  # the best one is negative

@@ -71,7 +71,7 @@ def test_nothing_compiles_after_warmup_on_pages(pair):
 
 
 def test_a_compilation_is_noticed(pair):
-    """The two counts above see what they are there to see."""
+    """The two counts above rise when a program compiles."""
     compiled.clear()
     cold = td.compile(pair[0], None, runtime="xla", max_length=48, batch_size=1, prefill_chunk_size=16)
     _, stats = run(cold, random_prompts(4), max_new_tokens=3)
@@ -88,7 +88,7 @@ def test_eager_never_compiles(pair):
 
 @contextmanager
 def host_reads(monkeypatch):
-    """Count what brings device values to the host: ``device_get`` calls, and reads past it."""
+    """Counts transfers of device values to the host: ``device_get`` calls, and reads without a call."""
     counts, inside = {"device_get": 0, "other": 0}, []
     device_get, value, dlpack = jax.device_get, ArrayImpl._value, ArrayImpl.__dlpack__
     array = ArrayImpl.__array__
@@ -151,7 +151,7 @@ def test_every_donated_buffer_is_reused(engine):
     for name in ("rounds", "prefill"):
         memory = program(engine, name).memory_analysis()
         assert memory.alias_size_in_bytes >= size, name
-        # What is not aliased is not state: nothing new comes out.
+        # Results that are not aliased are no state: nothing new comes out.
         assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 4096, name
     assert size > 10 * 4096
 
@@ -188,7 +188,7 @@ def test_nothing_warns_of_unused_donations(pair):
 
 
 def test_a_draft_costs_the_same_at_any_length(pair, monkeypatch):
-    """The drafter sees each token once; what is drafted late costs what was drafted early."""
+    """The drafter sees each token once; a late draft costs as much as an early draft."""
     flops, lengths = [], []
     propose = DFlashProposer.propose
 

@@ -1,4 +1,4 @@
-"""Targets with recurrent layers say their own text: chunks, ragged rows, trees, turns, files, runtimes."""
+"""Targets with recurrent layers keep their text in chunks, ragged rows, trees, turns, files, runtimes."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -85,14 +85,14 @@ def ask(session, text, settled=0, **options):
 
 
 def turns(engine, kind):
-    """A chat: turns that go on, one whose answer is written otherwise, one that edits an early part."""
+    """A chat: turns that continue, a turn with a rewritten answer, a turn that edits an early part."""
     target, session, text, read = pair(kind)[0], engine.session(), PROMPTS[2], []
     for question in ([7, 8, 9], [10, 11]):
         got = ask(session, text, len(text) - 1)
         assert got == own_greedy(target, text, 6)
         read.append(session.stats.prefilled)
         text = text + got + question
-    text = text[: len(PROMPTS[2])] + [5, 5, 5]  # the answer is other text than was said: back to the prompt
+    text = text[: len(PROMPTS[2])] + [5, 5, 5]  # the answer is not the decoded text: back to the prompt
     assert ask(session, text) == own_greedy(target, text, 6)
     read.append(session.stats.prefilled)
     text = [1, *text]
@@ -159,7 +159,7 @@ def test_a_class_that_is_known_for_attention_alone_is_tried_by_a_twin(monkeypatc
 
 
 def test_a_twin_sees_states_that_are_taken_in_wrongly(monkeypatch):
-    target = make_hybrid("qwen3_5", linear_num_key_heads=4)  # of another structure, which was not tried yet
+    target = make_hybrid("qwen3_5", linear_num_key_heads=4)  # of another structure, which was not yet tried
     monkeypatch.setattr(tested, "TESTED_RECURRENT", frozenset())
     monkeypatch.setattr(
         "torch_dflash.cache.recurrent.state_after", lambda state, kept, count, path=None: state
@@ -207,7 +207,7 @@ def test_features_for_training_are_the_targets_own():
 
 
 def test_a_tap_before_the_residual_is_seen():
-    """Features of a round are a block's output, which a mixer's is not."""
+    """Features of a round are the output of a block, not of a mixer."""
     target = pair("qwen3_5")[0]
     skeleton = Target(target)
     assert skeleton.blocks.paths == ("model.layers.0", "model.layers.1")

@@ -44,7 +44,7 @@ def weights(family, kind):
 
 
 def become(family, kind):
-    """Rounds the family's one drafter into another: weights are data, so no engine compiles again."""
+    """Turns the family's drafter into another one: weights are data, so no engine compiles again."""
     with torch.no_grad():
         for weight, new in zip(pair(family)[1].parameters(), weights(family, kind), strict=True):
             weight.copy_(new)
@@ -59,14 +59,14 @@ def engine(family, runtime, drafter="dflash", batch_size=5, **options):
 
 @cache
 def scripted(runtime, family="varied"):
-    """An engine that drafts what it is told: (engine, its proposer)."""
+    """(An engine whose drafts a test writes, its proposer)."""
     proposer = Scripted(5, 112, WIDTH)
     return td.compile(pair(family)[0], proposer, runtime=runtime, batch_size=5, **FIXED), proposer
 
 
 @cache
 def prompts():
-    """Five rows from one token to three chunks; the last repeats itself, which prompt lookup likes."""
+    """Five rows from one token to three chunks; the last repeats itself, for prompt lookup."""
     generator = torch.Generator().manual_seed(11)
     rows = [torch.randint(0, MASK, (n,), generator=generator).tolist() for n in (40, 33, 16, 1)]
     return [*rows, rows[2][:6] * 4]
@@ -78,7 +78,7 @@ def own(family, row, new=NEW, eos=()):
 
 
 def check(family, engine, rows=range(5), side="left", **options):
-    """Decode ``rows`` greedily and hold each against the target's own text; return the statistics."""
+    """Decodes ``rows`` greedily, compares each with the target's own text and returns the statistics."""
     chosen = [prompts()[row] for row in rows]
     texts, stats = run(engine, chosen, side, max_new_tokens=NEW, do_sample=False, **options)
     for row, prompt, text, accepted in zip(rows, chosen, texts, stats.acceptance_lengths, strict=True):
@@ -92,7 +92,7 @@ def test_greedy_is_the_targets_own_text(family, runtime, kind):
     stats = check(family, engine(family, runtime))
     assert stats.new_tokens == 5 * NEW
     if kind == "good":
-        assert stats.mean_acceptance_length > 1.2  # or this test would see no accepted draft
+        assert stats.mean_acceptance_length > 1.2  # otherwise this test would see no accepted draft
         assert len(set(sum(stats.acceptance_lengths, []))) > 2  # rows gain different numbers of tokens
     if kind == "broken":
         assert stats.mean_acceptance_length < 1.1
@@ -206,7 +206,7 @@ def test_an_adversarial_draft_costs_rounds_and_nothing_else_on_xla():
 
 
 def assert_refused(family, runtime):
-    """Draft what is never right: the target's own text, every id one too high."""
+    """Drafts wrong tokens alone: the target's own text, every id one too high."""
     told, proposer = scripted(runtime, family)
     proposer.say([p + own(family, row) for row, p in enumerate(prompts())], shift=1, vocab=VOCAB)
     texts, stats = run(told, prompts(), max_new_tokens=9, do_sample=False)
@@ -217,7 +217,7 @@ def assert_refused(family, runtime):
 def test_nothing_follows_a_stop_id_met_in_mid_block(runtime):
     told, proposer = scripted(runtime)
     proposer.say([p + own("varied", row) for row, p in enumerate(prompts())])
-    # A different stop id per row, met early and late, beside ids that are never met.
+    # A different stop id per row, early and late in the text, among ids that no text holds.
     stops = [(own("varied", row)[3 + 2 * row], 200 + row) for row in range(5)]
     texts, stats = run(told, prompts(), max_new_tokens=NEW, eos_token_id=stops, pad_token_id=5)
     ends = []
@@ -262,7 +262,7 @@ def test_a_row_samples_the_same_alone_and_in_a_batch(runtime):
 
 
 def test_the_excuse_for_ties_holds_for_ties_alone(runtime):
-    """`assert_same_text` must refuse a wrong token, and excuse a swap of two equal logits."""
+    """`assert_same_text` refuses a wrong token, and excuses a swap of two equal logits."""
     target, _ = make_pair("llama")
     prompt = prompts()[2]
     at, favourite = 5, own_text(target, prompt, 6)[5]
@@ -270,7 +270,7 @@ def test_the_excuse_for_ties_holds_for_ties_alone(runtime):
     with torch.no_grad():
         head = target.get_output_embeddings().weight
         head[twin] = head[favourite] * (1 + 1e-8)
-    # Not plain: the block forward must be of several rows to differ from that of one.
+    # Not plain: a block forward differs from a forward of one row only with several rows.
     block = td.compile(target, td.NGramProposer(width=WIDTH), runtime=runtime, **FIXED)
     text = own_text(target, prompt, 10)
     assert text[at] in (favourite, twin)

@@ -18,7 +18,7 @@ IN_SHORT = "speculators_dspark"  # has a vocabulary, rows and a head of its own
 CASES = [(name, "eager", CACHES[at % 2]) for at, name in enumerate(LAYOUTS)]
 CASES += [(IN_SHORT, "xla", "paged")]
 RESUMED = [(IN_SHORT, "xla", "eager")]
-# Every layout in each: further cases of the same network, but for the parts that layouts add to it.
+# Every layout in each: further cases of the same network, except for the parts that a layout adds.
 REST = [(name, "eager", CACHES[1 - at % 2]) for at, name in enumerate(LAYOUTS)]
 REST += [(name, "xla", CACHES[at % 2]) for at, name in enumerate(LAYOUTS) if name != IN_SHORT]
 CASES += [pytest.param(*one, marks=pytest.mark.heavy) for one in REST]

@@ -1,4 +1,4 @@
-"""A second turn appended to a state in mid-batch says and drafts what a fresh state would."""
+"""A second turn appended to a state in mid-batch gives the text and the drafts of a fresh state."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.state import PromptChunk
 
 CHUNK = 16
-PROMPT_LENGTHS, FIRST = (9, 4, 13), (7, 10, 60)  # the third row is still at it when the others go on
+PROMPT_LENGTHS, FIRST = (9, 4, 13), (7, 10, 60)  # the third row still decodes when the others continue
 QUESTION_LENGTHS, SECOND = (20, 5), (24, 17)
 ENGINE = {"max_length": 128, "batch_size": 3, "prefill_chunk_size": CHUNK, "rounds_per_chunk": 1}
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -51,12 +51,12 @@ def advance_until(engine, state, rows):
 
 
 def text_of(state):
-    """Each row's committed tokens, the anchor among them."""
+    """Each row's committed tokens, with the anchor."""
     return [state.tokens[row, : int(state.length[row]) + 1].tolist() for row in range(3)]
 
 
 def append_turn(engine, state, questions, budgets):
-    """Raise the limits of the first rows and prefill their anchor and question, in chunks."""
+    """Raises the limits of the first rows and prefills their anchor and question, in chunks."""
     host, on_device = on_host(state), not isinstance(state.done, torch.Tensor)
     pieces = [[int(host.tokens[row, host.length[row]]), *q] for row, q in enumerate(questions)]
     ends = [int(host.length[row]) + len(piece) for row, piece in enumerate(pieces)]
@@ -80,7 +80,7 @@ def append_turn(engine, state, questions, budgets):
 
 
 def draft_memory(state):
-    """What the proposer has taken in, row by row."""
+    """Returns the proposer's keys and values, or its history, row by row."""
     kept, length = state.proposer, state.proposer.length
     if hasattr(kept, "history"):
         return [[kept.history[row, : length[row]].float()] for row in range(3)]
@@ -102,16 +102,14 @@ def test_a_second_turn_continues_the_state(engine, pair, seed):
     first = text_of(host)
     assert first[:2] == [p + own_text(target, p, new) for p, new in zip(prompts[:2], FIRST, strict=False)]
     if hasattr(host.proposer, "buffered"):
-        assert host.proposer.buffered.max() > 1  # tokens that are in no draft K/V yet
+        assert host.proposer.buffered.max() > 1  # tokens without draft K/V
     rounds = host.rounds.tolist()
-
     state = append_turn(engine, state, questions, SECOND)
     turned = on_host(state)
     whole = [text + question for text, question in zip(first, questions, strict=False)]
     assert turned.length.tolist() == [*map(len, whole), len(first[2]) - 1]
     assert not turned.done.any()
-
-    # A fresh state that was given everything at once; the third row's anchor is picked again.
+    # A fresh state that reads everything at once; the third row's anchor is picked again.
     left = int(turned.limit[2]) - int(turned.length[2])
     fresh = engine.start(*pad([*whole, first[2][:-1]]), max_new_tokens=[*SECOND, left], **OPTIONS)
     wanted = on_host(fresh)
@@ -119,7 +117,6 @@ def test_a_second_turn_continues_the_state(engine, pair, seed):
     assert wanted.length.tolist() == turned.proposer.committed.tolist() == turned.length.tolist()
     for ours, theirs in zip(draft_memory(turned), draft_memory(wanted), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
     state = on_host(advance_until(engine, state, slice(None)))
     fresh = on_host(advance_until(engine, fresh, slice(None)))
     said = text_of(state)
@@ -132,7 +129,7 @@ def test_a_second_turn_continues_the_state(engine, pair, seed):
 
 
 def test_layers_are_told_what_a_round_really_keeps(pair, monkeypatch):
-    """The count a layer commits ends at a stop id and at the row's limit, and is 0 once the row is done."""
+    """The count that a layer commits ends at a stop id and at the row's limit; a row that is done has 0."""
     target, new = pair[0], 20
     prompts = random_rows(PROMPT_LENGTHS, 1)
     texts = [prompt + own_text(target, prompt, new) for prompt in prompts]

@@ -1,7 +1,7 @@
-"""Each convention broken on purpose leaves the text right, and must still fail the parity checks.
+"""Each convention broken on purpose leaves the text right, and fails the parity checks.
 
 Acceptance alone would not show it: several of these cost a real pair only 5-25 % of its acceptance length,
-and this random pair gains or loses as chance will have it.
+and this random pair gains or loses by chance.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ SEEN = 1e-3
 
 
 def sight(**change):
-    """Mutation: who sees whom, in the growing-cache pass and in the static one."""
+    """Mutation: another mask, in the growing-cache pass and in the static pass."""
 
     def mutate(patch):
         right = drafter.visible
@@ -38,7 +38,7 @@ def sight(**change):
 
 
 def config(**change):
-    """Mutation: what the drafter that decodes believes about itself; the user's drafter is not touched."""
+    """Mutation: another config of the drafter that decodes; the user's drafter is not touched."""
 
     def init(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -92,10 +92,10 @@ def only_the_last_chunk(original, self, pstate, features, ids, next_ids, count):
 
 
 def right_padding_leaks(patch):
-    """K/V of the prompt's padding, up to the end of the first chunk, are seen like context."""
+    """Rows see K/V of the prompt's padding, up to the end of the first chunk, like context."""
     attend = block_attention.grouped_attention
 
-    def propose(original, self, pstate, anchor, length, embed, head, asked=None):
+    def propose(original, self, pstate, anchor, length, embed, head, request=None):
         def leaking(query, parts, scale, sinks, softcap=None):
             context, block = parts
             slot = torch.arange(context.key.shape[2])
@@ -105,7 +105,7 @@ def right_padding_leaks(patch):
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(block_attention, "grouped_attention", leaking)
-            return original(self, pstate, anchor, length, embed, head, asked)
+            return original(self, pstate, anchor, length, embed, head, request)
 
     around(DFlashProposer, "propose", propose)(patch)
 
@@ -128,7 +128,7 @@ IN_THE_NETWORK = {
         DFlashDraftModel, "block", context_rope_from_the_buffer_index
     ),
 }
-# Broken in what is around it: only the loop can show it.
+# Broken around the network: only the loop can show the fault.
 IN_THE_LOOP = {
     "tap one too high": around(blocks, "block_of", lambda block, model, at, tap: block(model, at, tap + 1)),
     "tap one too low": around(blocks, "block_of", lambda block, model, at, tap: block(model, at, tap - 1)),
@@ -143,7 +143,7 @@ IN_THE_LOOP = {
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A pair in which every mutation can matter; unbroken, it passes both checks."""
+    """A pair in which every mutation can matter; without a mutation the pair passes both checks."""
     switches = {"input_embedding_scale": 1.7, "target_layer_ids": [1, 2], "attention_bias": True}
     built = Case(tmp_path_factory.mktemp("drafter"), "llama", MIXED | switches)
     assert loop_gap(built) < LOOP

@@ -1,4 +1,4 @@
-"""Each convention of DFlash2 broken on purpose: the text stays right, hidden states or drafts show it."""
+"""Each convention of DFlash2 broken on purpose leaves the text right and changes states or drafts."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SEEN = 1e-3
 
 
 def rolled_rows(original, rows, dynamic, base):
-    """A row before the block's first is its last."""
+    """The block's last row stands before its first."""
     out = torch.zeros_like(rows)
     for back in range(base.shape[0]):
         seen = rows.roll(back, dims=1)
@@ -46,7 +46,6 @@ IN_THE_NETWORK = {
 
 
 def anchor_for_all(original, self, hidden, logits, anchor, *name):
-    """The predecessor is always the anchor."""
     rows = [
         original(self, hidden[:, at : at + 1], logits[:, at : at + 1], anchor, *name)
         for at in range(hidden.shape[1])
@@ -55,7 +54,7 @@ def anchor_for_all(original, self, hidden, logits, anchor, *name):
 
 
 def topk_turned(original, logits, count, **options):
-    """Scores in one order, candidates in another."""
+    """Scores and candidates have different orders."""
     best = original(logits, count, **options)
     return best.values, best.indices.flip(-1)
 
@@ -98,7 +97,7 @@ def case(tmp_path_factory):
 
 
 def other_drafts(case) -> int:
-    """Rounds of the authors' run that begin where one of ours does, and draft otherwise."""
+    """Rounds of the authors' run that begin at the position of one of ours, and draft other tokens."""
     runs = engine_runs(case)
     assert [run.text for run in runs] == [run.text for run in case.runs]
     found = 0

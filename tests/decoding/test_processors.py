@@ -1,4 +1,4 @@
-"""A plan's processors see, at each row of a block, the text that plain decoding would show them."""
+"""At each row of a block a plan's processors see the text of plain decoding."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ NEW, PENALTY = 24, 1.7
 
 
 def repetition(penalty: float, late: int = 0):
-    """transformers' repetition penalty; the newest ``late`` tokens before a row are not shown to it."""
+    """transformers' repetition penalty, which misses the newest ``late`` tokens before a row."""
 
     def function(tokens, length, logits):
         slots = torch.arange(tokens.shape[1], device=tokens.device)
@@ -32,7 +32,6 @@ def pair():
 
 
 def texts(pair, *processors, runtime="eager"):
-    """The rows' new tokens, and how many rounds they took, with ``processors``."""
     ids, mask = pad(PROMPTS)
     asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "runtime": runtime}
     out = td.generate(*pair, ids, mask, processors=processors, return_dict_in_generate=True, **asked)
@@ -40,7 +39,6 @@ def texts(pair, *processors, runtime="eager"):
 
 
 def theirs(target, **options):
-    """transformers' own text of each prompt."""
     options |= {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return [
         target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS
@@ -51,7 +49,7 @@ def theirs(target, **options):
 def test_a_users_rule_inside_of_blocks_is_that_of_plain_decoding(pair, runtime):
     rows, rounds = texts(pair, repetition(PENALTY), runtime=runtime)
     assert rows == theirs(pair[0], repetition_penalty=PENALTY) != theirs(pair[0])
-    assert rounds < NEW - 1  # some drafts were kept, so rows of a block did see drafts before them
+    assert rounds < NEW - 1  # some drafts were kept, so rows of a block saw the drafts before them
 
 
 def test_a_processor_that_misses_the_newest_token_shows(pair):
@@ -86,7 +84,7 @@ def test_a_function_that_returns_something_else_is_refused(pair):
     "options", [{}, {"top_k": 9, "top_p": 0.9, "typical_p": 0.8}], ids=["bare", "filters"]
 )
 def test_what_a_rule_makes_infinite_is_said_sampled_too(pair, options):
-    """A difference of infinities is no number, and the first id would stand for it."""
+    """Infinite scores do not turn into NaN, for which the first id would win."""
 
     def forced(tokens, length, logits):
         wanted = (length % 5 + 3)[..., None] == torch.arange(logits.shape[-1])

@@ -1,4 +1,4 @@
-"""A row given to another request: nothing of its old occupant is left, and its neighbours go on untouched."""
+"""A row given to another request keeps nothing of its old occupant; the other rows stay untouched."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ def pairs():
 
 
 def poisoned(state, row):
-    """``state`` with NaN in every float, and nonsense in every integer, of what ``row`` keeps."""
+    """``state`` with NaN in every float and nonsense in every integer of ``row``."""
 
     def poison(leaf):
         leaf = leaf.clone()
@@ -63,7 +63,6 @@ def ask(engine, prompts):
 
 
 def reset_on(runtime, engine, params, state, rows, requests):
-    """`reset` where ``runtime`` runs: eagerly, or lowered and compiled."""
     state = poisoned(runtime.fetch(state), 0)
     if engine.options.runtime == "eager":
         return reset(engine.pair, params, state, rows, requests)
@@ -83,7 +82,6 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     generation.prepare(64)
     for _ in range(2):
         generation.advance(Rounds.of(engine.plan))
-
     rows = torch.tensor([True, False])
     requests = row_requests(ask(engine, [NEXT, OTHER]), engine.plan)
     before = look(runtime, generation.state).length
@@ -102,7 +100,6 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
 
 
 def test_without_the_reset_the_old_occupant_shows(pairs, monkeypatch):
-    """The test of the test."""
     monkeypatch.setattr(td.NGramProposer, "reset", lambda self, pstate, rows: pstate)
     with pytest.raises(AssertionError):
         test_a_row_is_given_to_another_request(pairs, "ngram", "eager")

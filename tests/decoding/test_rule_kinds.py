@@ -1,4 +1,4 @@
-"""Each processor does, at every row of a block, what transformers' own does to the text before that row."""
+"""At every row of a block each processor gives the logits of transformers' own for the text before."""
 
 import math
 
@@ -10,7 +10,7 @@ from support.versions import BIASES_ZERO
 from transformers.generation import logits_process as theirs
 
 from torch_dflash.processors.interface import Text, process
-from torch_dflash.requests.rules import KINDS, Batch, arranged, asked_processors, options_of_rules
+from torch_dflash.requests.rules import KINDS, Batch, arranged, options_of_rules, requested_processors
 
 VOCAB, WIDTH, SLOTS = 9, 4, 24
 ids = st.integers(0, VOCAB - 1)
@@ -37,7 +37,7 @@ def of_start(kind, *more):
     return lambda value, start, cap: kind(value, *more, start)
 
 
-# Of each option: its values, and transformers' processor of a value, the prompt's length and the cap.
+# Each option's values, and transformers' processor for a value, the prompt's length and the cap.
 OPTIONS = {
     "sequence_bias": (biases, of(theirs.SequenceBiasLogitsProcessor)),
     "repetition_penalty": (penalties, of(theirs.RepetitionPenaltyLogitsProcessor)),
@@ -60,10 +60,10 @@ ONE = st.sampled_from(list(OPTIONS)).flatmap(lambda name: st.tuples(st.just(name
 
 
 def ours(options, prompts, blocks, cap, memory_takes=lambda count: count):
-    """Logits [B, M, V] of rows that follow each prompt, ``blocks`` before them, and what they were."""
+    """Logits [B, M, V] of rows that follow each prompt and ``blocks``, processed and raw."""
     rows, starts = len(prompts), [len(prompt) for prompt in prompts]
     batch = Batch(max(starts), [cap] * rows, [(0,)] * rows, True, VOCAB)
-    asked = asked_processors(options, batch)
+    asked = requested_processors(options, batch)
     kinds = arranged([*asked])
     memories = [kind.start(kind.values(asked[kind], starts), VOCAB) for kind in kinds]
     tokens = torch.zeros(rows, SLOTS, dtype=torch.int32)
@@ -81,7 +81,7 @@ def ours(options, prompts, blocks, cap, memory_takes=lambda count: count):
 
 
 def expected(options, tokens, length, logits, start, cap):
-    """What transformers' processors, in its order, make of the logits of one row."""
+    """The logits of one row after transformers' processors, in the order of transformers."""
     text = tokens[None, :length].long()
     for name in OPTIONS:
         # Of the two kinds of least length, `generate` leaves that of the new tokens.
@@ -98,10 +98,10 @@ def expected(options, tokens, length, logits, start, cap):
 )
 def test_rows_of_a_block_are_what_transformers_makes_of_the_text_before_them(options, rows, cap):
     prompts, blocks = map(list, zip(*rows, strict=True))
-    if "forced_eos_token_id" in options:  # refused beside these, where they hold for the same token
+    if "forced_eos_token_id" in options:  # refused with these, where both hold for the same token
         options.pop("suppress_tokens", None)
         options.pop("begin_suppress_tokens" if cap == 1 else "", None)
-    if "min_length" in options:  # which counts the padding of a batch
+    if "min_length" in options:  # this one counts the padding of a batch
         prompts, blocks = prompts[:1], blocks[:1]
     found, logits, tokens, length = ours(options, prompts, blocks, cap)
     for b, prompt in enumerate(prompts):
@@ -145,7 +145,7 @@ def test_a_row_asks_for_itself():
         ours({name: value[row] for name, value in values.items()}, [prompt], [block], 6)[0]
         for row, (prompt, block) in enumerate([([1, 2, 1], [2, 1, 2, 1]), ([3, 4, 3], [4, 3, 4, 3])])
     ]
-    # The logits are drawn for both rows at once; what is banned and what is not tells rows apart.
+    # The logits are drawn for both rows at once; the bans tell rows apart.
     assert torch.equal(torch.isinf(found[0]), torch.isinf(alone[0][0])) and torch.isinf(found[0]).any()
     assert torch.equal(torch.isinf(found[1]), torch.isinf(alone[1][0])) and torch.isinf(found[1]).any()
     assert torch.equal(found[0][~torch.isinf(found[0])], logits[0][~torch.isinf(found[0])])

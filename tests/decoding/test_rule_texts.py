@@ -1,4 +1,4 @@
-"""Whatever options a call has, its text is that of plain decoding; a processor that sees wrongly shows."""
+"""The text of a call with any options is that of plain decoding; a misled processor changes the text."""
 
 from functools import cache
 
@@ -39,7 +39,7 @@ PROMPT = st.lists(st.integers(1, VOCAB - 1), min_size=5, max_size=5)
 
 @cache
 def target():
-    """What it says hangs on what was said before."""
+    """A target whose next token depends on the text before."""
     model = make_target("llama", vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, seed=7)
     with torch.no_grad():
         model.get_output_embeddings().weight *= 2
@@ -49,7 +49,7 @@ def target():
 
 @cache
 def engines(runtime):
-    """(an engine that drafts what it is told, its proposer, one that does not draft)."""
+    """(An engine whose drafts a test writes, its proposer, an engine without drafts)."""
     proposer = Scripted(2, 48, WIDTH)
     fixed = {"max_length": 32, "batch_size": 2, "prefill_chunk_size": 16, "rounds_per_chunk": 2}
     drafting, plain = (
@@ -60,14 +60,12 @@ def engines(runtime):
 
 
 def texts(engine, prompts, options):
-    """(each row's new tokens, the statistics)."""
     asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": STOP, "pad_token_id": STOP}
     out = engine.generate(*pad(prompts), return_dict_in_generate=True, **asked | options)
     return out.new_tokens, out.stats
 
 
 def theirs(prompts, options):
-    """transformers' own text of each row."""
     asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": STOP, "pad_token_id": STOP} | options
     rows = [
         target().generate(torch.tensor([prompt]), **asked)[0, len(prompt) :].tolist() for prompt in prompts
@@ -98,7 +96,7 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
         st.sets(st.integers(0, NEW)),
     )
     def check(rules, sampled, prompts, wrong):
-        if "forced_eos_token_id" in rules:  # refused beside these, where they hold for the same token
+        if "forced_eos_token_id" in rules:  # refused with these, where both hold for the same token
             rules.pop("suppress_tokens", None)
         options = rules | sampled
         plain, _ = texts(engines(runtime)[2], prompts, options)
@@ -111,13 +109,12 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
 
     check()
     assert {1, WIDTH} <= set(seen)  # drafts were kept and thrown away
-    if settings.default and settings.default.derandomize:  # of other examples some may lack a kind
+    if settings.default and settings.default.derandomize:  # other examples may lack a kind
         assert used >= {*DRAWN, *KINDS} - {"grammar", "forced_bos_token_id"}
 
 
 @cache
 def branching():
-    """(An engine whose proposer drafts the trees of a table, the proposer)."""
     proposer = Tabled(2, 48, rows=8, depth=3)
     fixed = {"max_length": 32, "batch_size": 2, "prefill_chunk_size": 16, "rounds_per_chunk": 2}
     return td.compile(target(), proposer, runtime="eager", processors=PROCESSORS, **fixed), proposer
@@ -160,7 +157,7 @@ SHARP = {
     "OccurrencePenalty": {"presence_penalty": 3.0, "frequency_penalty": 2.0},
 }
 MEMORIES = ("RepetitionPenalty", "OccurrencePenalty")
-# What it takes for the text before a row; of kinds that remember, what is told to the memory.
+# The misread text before a row; for kinds that remember, the input of the memory.
 BROKEN_TEXT = {
     "a draft that is not accepted yet": lambda text: text._replace(length=text.length + 1),
     "one row off": lambda text: text._replace(length=text.length - 1),
@@ -196,7 +193,7 @@ def test_a_processor_that_sees_something_else_shows(monkeypatch, name, how):
 
 @pytest.mark.parametrize("name", SHARP)
 def test_a_rule_that_takes_a_tree_for_a_chain_shows(monkeypatch, name):
-    """It counts siblings, and takes a row's number for its place in the text."""
+    """The wrong rule counts siblings, and takes a row's number for its place in the text."""
     options = {"RepetitionPenalty": {"repetition_penalty": 9.0}}.get(name, SHARP[name])
     want, _ = texts(engines("eager")[2], RAGGED, options)
     assert branched(RAGGED, options, want)[0] == want

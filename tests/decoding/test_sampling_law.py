@@ -1,4 +1,4 @@
-"""The law of the sampled text is the target's own, whatever was drafted; and the noise behind it is noise."""
+"""The law of the sampled text is the target's own for any drafts, and the noise behind it is noise."""
 
 import math
 from functools import cache, partial
@@ -22,10 +22,10 @@ ROWS, CALLS = 512, 12
 SAMPLES = ROWS * CALLS
 PROMPT = [3, 1, 4, 1, 5]
 WIDTH = 3
-# Every statistic here is a fixed number, for seeds are fixed; a right sampler lands beyond this once in 10^5.
+# Seeds fix every statistic here; a right sampler lands beyond this bound once in 10^5.
 LEVEL = 1e-5
 HOT = {"temperature": 1.3, "top_k": 0}
-# Options that change the law, a few at a time: of many at once most would have nothing left to do.
+# Options that change the law, a few at a time: among many at once most would have no effect.
 RULES = {
     "nothing": {"temperature": 1.0, "top_k": 0},
     "top-k, top-p and a penalty": HOT | {"top_k": 4, "top_p": 0.95, "repetition_penalty": 0.7},
@@ -36,7 +36,7 @@ RULES = {
     "eta and n-grams": HOT | {"eta_cutoff": 0.05, "no_repeat_ngram_size": 2},
 }
 CASES = [("none", "nothing"), ("all", "typical-p and counts"), *(("half", rules) for rules in RULES)]
-# In transformers' order; the last ones see what the temperature made of the scores.
+# In transformers' order; the last ones see the scores after the temperature.
 BEFORE = {
     "sequence_bias": theirs.SequenceBiasLogitsProcessor,
     "repetition_penalty": theirs.RepetitionPenaltyLogitsProcessor,
@@ -57,17 +57,17 @@ def new_counts(ids):
 
 @cache
 def target():
-    """A target whose next token hangs on the one before, with one id likely and one rare everywhere."""
+    """A target whose next token depends on the one before, with one id likely and one rare everywhere."""
     model = make_target("llama", vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, seed=7)
     with torch.no_grad():
         model.model.norm.weight.copy_(torch.linspace(0.7, 1.3, 16))
         model.get_output_embeddings().weight *= 1.5
-        model.get_input_embeddings().weight += 2.0  # what every hidden state has in common
+        model.get_input_embeddings().weight += 2.0  # the common part of all hidden states
     return model
 
 
 def build(runtime):
-    """An engine whose drafts a test writes: (engine, proposer)."""
+    """(An engine whose drafts a test writes, its proposer)."""
     proposer = Scripted(ROWS, 48, WIDTH)
     options = {"max_length": 32, "batch_size": ROWS, "prefill_chunk_size": 16, "rounds_per_chunk": 4}
     options["processors"] = tuple({*KINDS} & {name for rules in RULES.values() for name in rules})
@@ -129,13 +129,12 @@ def sample(engine, rules="nothing", first_seed=0, calls=CALLS):
 
 
 def surprise(texts: torch.Tensor, joint: torch.Tensor) -> float:
-    """How likely a chi-square beyond that of tokens 2 to 4 is."""
     cells = (texts[:, 1] * VOCAB + texts[:, 2]) * VOCAB + texts[:, 3]
     return beyond(torch.bincount(cells, minlength=VOCAB**3).double(), joint * len(texts))
 
 
 def beyond(seen: torch.Tensor, wanted: torch.Tensor) -> float:
-    """How likely a chi-square beyond that of these counts is; cells expected below 5 times are pooled."""
+    """The probability of a chi-square beyond that of these counts; cells expected below 5 times are one."""
     small = wanted < 5
     seen = torch.cat([seen[~small], seen[small].sum()[None]])
     wanted = torch.cat([wanted[~small], wanted[small].sum()[None]]).clamp(min=1e-9)
@@ -150,7 +149,7 @@ def tail(chi_square: float, freedom: int) -> float:
 
 
 def likely_tokens(joint: torch.Tensor, best: bool) -> list[int]:
-    """For tokens 2 and 3 the id that is most (or least) often right."""
+    """The ids that are most (or least) often right as tokens 2 and 3."""
     cube = joint.view(VOCAB, VOCAB, VOCAB)
     marginals = [cube.sum(dim=(1, 2)), cube.sum(dim=(0, 2))]
     return [int(m.argmax() if best else m.argmin()) for m in marginals]
@@ -192,7 +191,7 @@ def test_the_law_without_any_one_option_would_show():
 
 
 def test_a_biased_rule_fails_in_both_runtimes(runtime, monkeypatch):
-    """The test of the test; and that XLA runs the acceptance of torch_dflash, not a copy."""
+    """The test above can fail; and XLA runs the acceptance of torch_dflash, not a copy."""
     honest = decode.accept_chain
 
     def trusting(draft, picks):
@@ -230,17 +229,17 @@ def test_the_noise_bits_are_uniform_and_rows_share_none():
         seen = torch.bincount(((bits >> shift) & 0xFF).flatten(), minlength=256).double()
         wanted = bits.numel() / 256
         assert tail(float(((seen - wanted) ** 2 / wanted).sum()), 255) > LEVEL
-    for dim in range(3):  # a bit that followed its neighbour's would show here
+    for dim in range(3):  # a bit that followed the next bit would show here
         flips = bits.narrow(dim, 1, bits.shape[dim] - 1) ^ bits.narrow(dim, 0, bits.shape[dim] - 1)
         for bit in range(32):
             share = float(((flips >> bit) & 1).double().mean())
             assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(flips.numel())
-    # Shifted copies of one another would make rows share nearly all their values; chance, about 120.
+    # Rows that are shifted copies would share nearly all values; random rows share about 120.
     assert bits.numel() - bits.unique().numel() < 250
 
 
 def test_the_noise_is_finite_and_ordered_for_all_bits():
-    """Next to 1 a float's uniform rounds to 1, and one infinite noise picks a token whatever its logit."""
+    """A uniform float next to 1 rounds to 1, and infinite noise would pick a token for any logit."""
     ends = torch.tensor([0, 1, 2, 3, 255, 256, 2**31 - 1, -(2**31), -256, -2, -1], dtype=torch.int32)
     noise = gumbel_of(ends)
     assert noise.isfinite().all()

@@ -1,4 +1,4 @@
-"""Trees of a drafter's block, and of lookup and drafter: the same text, more of it a round."""
+"""Trees of a drafter's block, and of lookup and drafter, give the same text in fewer rounds."""
 
 from functools import cache
 
@@ -43,7 +43,7 @@ def made(drafter, runtime="eager", **options):
 
 
 def check(engine):
-    """The texts are the target's own; statistics of greedy and of sampled rows."""
+    """Asserts the target's own texts; returns the statistics of greedy and of sampled rows."""
     texts, greedy = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert texts == [own(row) for row in range(3)]
     texts, drawn = run(engine, PROMPTS, max_new_tokens=NEW, **SAMPLED)
@@ -92,7 +92,7 @@ def test_a_union_says_the_same_in_both_runtimes():
 
 @pytest.mark.parametrize("cache", ["static", "paged"])
 def test_half_precision_says_the_same(cache):
-    """Each product of a tree's rows is rounded once, as plain decoding's are."""
+    """Each product of a tree's rows is rounded once, as in plain decoding."""
     sizes, differ = {"max_length": 64, "batch_size": 3, "runtime": "eager", "cache": cache}, 0
     for seed in range(2):
         target, drafter = (one.bfloat16() for one in make_pair("llama", seed=seed, agree=6.0))
@@ -145,7 +145,7 @@ def test_the_drafters_buffers_are_as_long_as_a_path():
 
 
 def drafters_keys(engine, ids, new):
-    """The drafter's keys and values of the first rounds' committed tokens, and how many those are."""
+    """The drafter's keys and values of the first rounds' committed tokens, and the number of tokens."""
     state = engine.start(torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None)
     while not state.done.all():
         state = engine.advance(state)
@@ -155,7 +155,7 @@ def drafters_keys(engine, ids, new):
 
 
 def test_the_drafter_has_taken_in_the_path_alone(monkeypatch):
-    """Its keys and values are those of the committed text, not of a branch that was verified beside it."""
+    """The drafter's keys and values are those of the committed text, not of a rejected branch."""
     tree = td.compile(pair()[0], td.TreeProposer(pair()[1], rows=16), runtime="eager", max_length=64)
     chain = td.compile(pair()[0], pair()[1], runtime="eager", max_length=64)
     held, count, tokens = drafters_keys(tree, PROMPTS[0], NEW)

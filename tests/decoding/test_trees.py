@@ -1,4 +1,4 @@
-"""Trees of drafts: each committed token is the target's own, whatever the tree."""
+"""Each committed token is the target's own for any tree of drafts."""
 
 import random
 from functools import cache
@@ -108,7 +108,7 @@ def test_stop_ids_and_limits_in_mid_path(tabled):
 
 
 def test_a_round_that_gains_nothing_keeps_no_branch(tabled):
-    """Where the tree's depth is 1, wide: the pick is found among all siblings."""
+    """A wide tree of depth 1 finds the pick among all siblings."""
 
     def siblings(ahead, draw):
         tokens = draw.sample(range(VOCAB - 1), ROWS - 1)
@@ -151,7 +151,7 @@ def test_a_tree_of_a_proposer_without_depth_is_refused():
 
 @pytest.mark.parametrize("kind", ["static", "paged"])
 def test_a_branch_that_overflows_changes_no_other(kind, monkeypatch):
-    """The values of the id 96 are no numbers; each wrong node says it, beside the right path."""
+    """The values of the id 96 are NaN; each node off the right path has this id."""
     model = make_target("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[96] = torch.inf
@@ -175,7 +175,7 @@ def test_a_branch_that_overflows_changes_no_other(kind, monkeypatch):
 
 
 def by_hand(parent, valid, deepest):
-    """(Nodes before the first that makes it no tree, each one's path)."""
+    """(Nodes before the first that breaks the tree, the path of each)."""
     path, paths = [], []
     for node, above in enumerate(parent[:valid]):
         if above != -1 and above not in path:
@@ -189,7 +189,7 @@ def by_hand(parent, valid, deepest):
 
 
 def walked(tokens, paths, picks):
-    """Rows of the deepest path on which each token is what the row before it picks."""
+    """Rows of the deepest path on which each token is the pick of the row before."""
     best = [0]
     for path in paths:
         rows = [0, *(node + 1 for node in path)]
@@ -228,7 +228,6 @@ def ints(values):
 
 
 def broken(monkeypatch, kind):
-    """One convention of trees, broken."""
     forward, take = Target.forward, fresh.take_rows
 
     def in_order(self, *args, tree=None, **more):

@@ -1,4 +1,4 @@
-"""Lookup beside a drafter, and drafts that know the noise of their row: the same text, more of it a round."""
+"""Lookup with a drafter, and drafts with the noise of their row, give the same text in fewer rounds."""
 
 from functools import cache
 
@@ -66,7 +66,7 @@ def test_text_is_the_targets_own(runtime):
 def test_rounds_of_all_widths_say_the_same(runtime, cache, rows):
     wide = td.compile(pair()[0], union(rows=rows), runtime=runtime, verify_width="auto", cache=cache, **SIZES)
     most = rows or 6
-    narrow = 4 if runtime == "eager" else 1  # a program less
+    narrow = 4 if runtime == "eager" else 1  # one program fewer
     mix(wide, (most, 1, 1, narrow, most, 1, most, most, narrow, narrow, 1))
     for options in ({"do_sample": False}, SAMPLED):
         said = run(wide, PROMPTS, max_new_tokens=NEW, **options)[0]
@@ -74,12 +74,12 @@ def test_rounds_of_all_widths_say_the_same(runtime, cache, rows):
 
 
 def drafted(drafter, prompts):
-    """The draft of an engine's first round, the engine and the state before it."""
+    """The draft of an engine's first round, the engine and the state before the round."""
     made = td.compile(pair()[0], drafter, runtime="eager", max_length=96, batch_size=len(prompts))
     ids = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, prompts)), batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor(list(map(len, prompts)))[:, None]
     state = made.start(ids, mask.long(), max_new_tokens=8, eos_token_id=None, do_sample=False)
-    # What the target says first is of no matter here: row 0 goes on with its period, row 1 matches nothing.
+    # The target's first token does not matter here: row 0 continues its period, row 1 matches nothing.
     state.tokens[0, len(prompts[0])] = prompts[0][0]
     state.tokens[1:, 3] = 11
     return made.pair.run(lambda pair, at: draft(pair, at)[0], made.tensors(), state), made, state
@@ -224,7 +224,7 @@ def test_a_name_in_it_is_refused():
 
 
 def test_noise_is_the_rows_own():
-    """Where the drafter's logits are the target's, a sampled row drafts what the target is to pick."""
+    """With the target's logits a sampled row drafts the target's picks."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 5, 50, generator=generator) * 3
     zeros, ones = torch.zeros(2, dtype=torch.int32), torch.ones(2)

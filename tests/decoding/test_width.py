@@ -1,4 +1,4 @@
-"""`verify_width="auto"`: rounds of every width share a state, and what is chosen gains most."""
+"""`verify_width="auto"`: rounds of every width share a state, and the chosen width gains most."""
 
 import math
 from collections import deque
@@ -63,7 +63,7 @@ def test_rounds_of_any_width_leave_the_drafter_as_a_prompt_does(kind, monkeypatc
     target, drafter = make_pair("llama", agree=6.0, **(WINDOW if kind == "ring" else {}))
 
     def drafts_differ() -> bool:
-        """Whether mixed rounds ever leave another draft than the same text, read as a prompt."""
+        """Whether mixed rounds ever leave another draft than the same text read as a prompt."""
         engine = mixed((target, drafter), "eager")
         params = engine.tensors()
         state = engine.start(torch.tensor(PROMPTS[:1]), max_new_tokens=60, do_sample=False, eos_token_id=None)
@@ -85,7 +85,7 @@ def test_rounds_of_any_width_leave_the_drafter_as_a_prompt_does(kind, monkeypatc
     monkeypatch.setattr(DFlashProposer, "skip", flush_nothing)
     assert drafts_differ()
     monkeypatch.setattr(DFlashProposer, "skip", lambda self, pstate, *_: pstate)
-    with pytest.raises(RuntimeError, match="out of bounds"):  # a buffer that is never emptied
+    with pytest.raises(RuntimeError, match="out of bounds"):  # a buffer that no round empties
         drafts_differ()
 
 
@@ -121,7 +121,7 @@ KINDS = {"chat": 0.25, "prose": 0.42, "code": 0.6, "maths": 0.75}
 
 
 def simulate(widths: Widths, costs: dict[int, float], chance: float, tokens: int, seed: int = 0):
-    """One generation, each draft accepted with a chance: (time over that of plain decoding, turns)."""
+    """One generation, each draft accepted at random: (time over that of plain decoding, turns)."""
     generator = torch.Generator().manual_seed(seed)
     pace, turns, said, spent = Pace(), [], 0, 0.0
     while said < tokens:
@@ -136,7 +136,7 @@ def simulate(widths: Widths, costs: dict[int, float], chance: float, tokens: int
 
 
 def warmed(costs: dict[int, float]) -> Widths:
-    """What `Engine.warmup` leaves: all costs, and no text."""
+    """Widths as after `Engine.warmup`: all costs, and no text."""
     widths, pace = Widths(ladder(max(costs)), 16), Pace(ahead=UNLIMITED)
     while not widths.measured:
         turn = widths.next(pace)
@@ -146,7 +146,6 @@ def warmed(costs: dict[int, float]) -> Widths:
 
 
 def share(turns: list[Rounds], width: int) -> float:
-    """Which part of the rounds had ``width``."""
     return sum(t.rounds for t in turns if t.width == width) / sum(t.rounds for t in turns)
 
 
@@ -169,13 +168,13 @@ def test_the_width_that_gains_most_is_chosen(costs, chance, best, start):
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("tokens", [40, 100, 400])
 def test_no_text_is_said_slower_than_by_plain_decoding(costs, tokens):
-    """Whatever the texts before it were: 0.95 of its speed at least."""
+    """A text after any texts reaches 0.95 of the speed of plain decoding at least."""
     order = torch.randint(len(KINDS), (60,), generator=torch.Generator().manual_seed(tokens)).tolist()
     for start in (warmed, lambda costs: Widths(ladder(max(costs)), 16)):
         widths, took = start(costs), {}
         for number, kind in enumerate(order):
             name = list(KINDS)[kind]
-            # One width's unknown cost may be too high for the stake, once: a new engine's first texts.
+            # One width's unknown cost may exceed the stake once, in a new engine's first texts.
             took.setdefault(name, []).append(simulate(widths, costs, KINDS[name], tokens, number)[0])
         first = 0 if start is warmed else 3
         assert max(max(each[first:]) for each in took.values()) < 1 / 0.95
@@ -184,7 +183,7 @@ def test_no_text_is_said_slower_than_by_plain_decoding(costs, tokens):
 
 
 def test_rounds_that_are_often_slower_than_usual_are_paid_in_full(monkeypatch):
-    """A draft of few tokens, which would gain if every round took what the shortest one takes."""
+    """A draft of few tokens would gain if every round took the time of the shortest."""
     costs = {1: 1.0, 4: 1.25, 8: 1.7}
 
     def took() -> float:
@@ -239,7 +238,7 @@ def test_a_bet_without_an_allowance_loses_more(monkeypatch):
     ],
 )
 def test_of_trees_too_the_width_is_chosen_that_gains_most(gain, costs, best):
-    """A round of w rows accepts ``gain`` drafts a doubling; one of each width tells of all."""
+    """A round of w rows accepts ``gain`` drafts a doubling; one round of each width shows all."""
     widths, turns = TreeWidths(tuple(costs), 16, 16), []
     pace = Pace()
     for _ in range(60):
@@ -285,7 +284,7 @@ def test_a_text_that_becomes_easy_is_noticed():
 
 @pytest.mark.parametrize("wrong", [1, 8])
 def test_a_cost_that_was_measured_wrongly_is_measured_again(wrong, monkeypatch):
-    """A hiccup while the engine warmed up: width 8 seems dear, or plain decoding seems slow."""
+    """After a pause during warm-up width 8 seems dear, or plain decoding seems slow."""
 
     def begin() -> Widths:
         widths = warmed(costs)
@@ -295,7 +294,7 @@ def test_a_cost_that_was_measured_wrongly_is_measured_again(wrong, monkeypatch):
     costs = {1: 1.0, 4: 1.4, 8: 1.6}
     chance, best = (0.9, 8) if wrong == 8 else (0.05, 1)
     widths = begin()
-    for number in range(30):  # short texts, none of which could afford a look
+    for number in range(30):  # short texts, too short to try a width
         _, turns = simulate(widths, costs, chance, 100, number)
     assert share(turns, best) > 0.7
     monkeypatch.setattr("torch_dflash.engine.width.STALE", UNLIMITED)
@@ -308,7 +307,7 @@ def test_a_cost_that_was_measured_wrongly_is_measured_again(wrong, monkeypatch):
 
 @pytest.mark.parametrize("rounds", [16, 128, 1024])
 def test_showing_a_cost_again_leaves_every_width_measured(rounds):
-    costs = {1: 1.0, 4: 3.0, 8: 4.0}  # none of which pays
+    costs = {1: 1.0, 4: 3.0, 8: 4.0}  # no width pays
     widths, pace, turns = Widths(ladder(8), rounds), Pace(since_look=-int(UNLIMITED)), []
     for width in costs:
         widths._seconds[width].extend([costs[width]] * TRIALS)

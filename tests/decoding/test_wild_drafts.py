@@ -1,4 +1,4 @@
-"""Drafts that are no tokens, and drafts that are no chain, from proposers of the user's own."""
+"""Proposers of users may draft ids that are no tokens, and drafts that are no chain."""
 
 from functools import cache
 
@@ -66,7 +66,7 @@ def test_a_proposer_without_a_name_is_refused():
         td.compile(target()[0], drafter, runtime="eager", **SIZES)
 
 
-class Meddler(Scripted):  # writes into all that it is handed
+class Meddler(Scripted):  # writes into all its arguments
     def propose(self, pstate, anchor, length, embed, head):
         draft, state = super().propose(pstate, anchor, length, embed, head)
         anchor.fill_(5)
@@ -117,19 +117,22 @@ def test_what_is_no_draft_is_named(junk):
         run(engine, [PROMPT], max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("taps", [(7,), (-1,), ("a",), (1.5,)])
-def test_taps_that_are_no_layers_are_named(taps):
-    drafter = Scripted(1, 80, WIDTH)
-    drafter.taps = taps
-    with pytest.raises(ValueError, match=r"taps=\(.*no layers of the target, which has 0 to 3"):
-        td.compile(target()[0], drafter, runtime="eager", **SIZES)
+NO_LAYERS = r"taps=\(.*no layers of the target, which has 0 to 3"
+NO_TUPLE = "must be a tuple of layers, 0 to 3; .. for none"
 
 
-@pytest.mark.parametrize("taps", [None, 2])
-def test_taps_that_are_no_tuple_are_named(taps):
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        *(("taps", taps, NO_LAYERS) for taps in ((7,), (-1,), ("a",), (1.5,))),
+        *(("taps", taps, f"taps={taps}: {NO_TUPLE}") for taps in (None, 2)),
+        *(("width", width, "width=") for width in (2.5, "4", 0, True)),
+    ],
+)
+def test_taps_and_widths_that_are_none_are_named(field, value, words):
     drafter = Scripted(1, 80, WIDTH)
-    drafter.taps = taps
-    with pytest.raises(ValueError, match=f"taps={taps}: must be a tuple of layers, 0 to 3; .. for none"):
+    setattr(drafter, field, value)
+    with pytest.raises(ValueError, match=words):
         td.compile(target()[0], drafter, runtime="eager", **SIZES)
 
 
@@ -147,16 +150,8 @@ def test_a_key_without_a_hash_is_named(key):
 
 
 def test_a_round_that_skips_a_wrong_proposal_names_it():
-    """With nothing drafted the state alone is taken."""
+    """Without a draft the state alone is committed."""
     drafter = Scripted(1, 80, WIDTH)
     drafter.propose = lambda *given: None
     with pytest.raises(TypeError, match=r"Scripted\.propose\(\) returned NoneType"):
         drafter.skip((), None, None, None, None)
-
-
-@pytest.mark.parametrize("width", [2.5, "4", 0, True])
-def test_a_width_that_is_none_is_named(width):
-    drafter = Scripted(1, 80, WIDTH)
-    drafter.width = width
-    with pytest.raises(ValueError, match="width="):
-        td.compile(target()[0], drafter, runtime="eager", **SIZES)

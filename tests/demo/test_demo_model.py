@@ -28,7 +28,6 @@ GGUF = b"not a real GGUF"
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The cache root, in a place of its own."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "torch-dflash"
@@ -128,7 +127,6 @@ def test_interrupted_download_leaves_nothing(pip, cache, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         load_demo_target(progress=False)
     assert stored(cache) == []
-
     monkeypatch.setattr(subprocess, "run", pip.run)
     load_demo_target(progress=False)
 
@@ -164,15 +162,12 @@ def flip_a_bit_in_secret(folder):
 @pytest.mark.parametrize(
     "damage",
     [
-        truncate,
-        flip_a_bit,
-        flip_a_bit_in_secret,
-        lambda folder: (folder / "tokenizer.json").unlink(),
+        truncate, flip_a_bit, flip_a_bit_in_secret, lambda folder: (folder / "tokenizer.json").unlink(),
         lambda folder: (folder / demo_model.MANIFEST).unlink(),
         lambda folder: (folder / demo_model.MANIFEST).write_text("[]x"),
     ],
     ids=["truncated", "bit flipped", "time kept", "file missing", "manifest missing", "manifest unreadable"],
-)
+)  # fmt: skip
 def test_damaged_copy_is_built_again(pip, cache, damage):
     load_demo_target(progress=False)
     load_demo_target(progress=False)  # the stored files have been read by this process
@@ -202,7 +197,7 @@ def test_another_process_finishing_first_wins(pip, cache, monkeypatch):
 
 
 def without(monkeypatch, *packages, uv=None):
-    """As an environment without some packages, and with or without a uv on the PATH."""
+    """An environment without some packages, and with or without uv on the PATH."""
     whole = importlib.util.find_spec
     found = lambda name, *rest: None if name in packages else whole(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", found)
@@ -237,7 +232,7 @@ def test_failing_to_fetch_says_what_was_tried_and_what_to_do(
 
 @pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_an_index_that_does_not_answer_is_told_within_twenty_seconds(pip, cache, monkeypatch, installer):
-    """Nothing is downloaded before it has answered, and how long it may take is bounded from without."""
+    """Nothing is downloaded before the index has answered; a bound from outside ends the wait."""
 
     def silent(command, timeout=None, **_):
         assert timeout is not None and timeout < 20
@@ -335,7 +330,7 @@ def test_cache_root_ignores_a_relative_xdg_folder(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.network
 def test_the_real_model_answers_a_question(monkeypatch, capfd):
-    # Half a gigabyte: not left behind as pytest's tmp_path would be.
+    # Half a gigabyte, which pytest's tmp_path would leave behind.
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         load_demo_target(progress=False)

@@ -16,7 +16,6 @@ HIDDEN, INNER, VOCAB = 32, 64, 8
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny Llama as `tiny.gguf`."""
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_name("tiny")
     writer.add_context_length(64)
@@ -57,7 +56,7 @@ def test_the_model_is_the_same_and_the_file_is_parsed_once(folder, monkeypatch):
     for name in MADE:
         monkeypatch.setattr(gguf, name, partial(counted, name, getattr(gguf, name)))
     wanted = load(folder).state_dict()
-    assert all(count > 1 for count in calls.values()), calls  # else this room is not needed any more
+    assert all(count > 1 for count in calls.values()), calls  # otherwise this room is not needed any more
     calls.update(dict.fromkeys(MADE, 0))
     with parsed_once():
         found = load(folder).state_dict()

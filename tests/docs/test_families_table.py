@@ -1,4 +1,4 @@
-"""docs/results: no text of a family is another's, and the library knows what was tested."""
+"""docs/results: no text of a family is another's, and the library knows the tested classes."""
 
 import json
 import runpy
@@ -38,7 +38,7 @@ def test_every_multimodal_class_that_runs_was_tapped():
 
 
 def test_every_tested_class_is_known_as_such():
-    """None is taken for patched: all that its files hold is transformers' own."""
+    """No tested class counts as patched: all its files are transformers' own."""
     configs = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
     for name, one in FAMILIES.items():
         recurrent = "recurrent" in one

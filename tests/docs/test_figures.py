@@ -1,4 +1,4 @@
-"""Every table and figure of the pages is the one in its JSON: what `make figures` writes changes nothing."""
+"""Every table and figure of the pages is the one in its JSON: `make figures` changes nothing."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def test_a_page_is_what_make_figures_writes(page):
 
 @pytest.mark.parametrize("chip", ["", "-v5e", "-v6e"])
 def test_a_round_of_dflash2_is_near_its_floor_on_every_chip(chip):
-    """What the pages say of v5p, v5e and v6e; `make test-aot` compiles the first anew."""
+    """The recorded rounds of v5p, v5e and v6e keep the published bound; `make test-aot` compiles v5p anew."""
     plain, second = (result(f"aot/qwen3-4b-{one}paged-16{chip}") for one in ("", "dflash2-"))
     assert second["topology"] == plain["topology"] and second["topology"].startswith(chip[1:] or "v5p")
     assert second["round_hbm_bytes"] <= 1.03 * second["round_floor_bytes"]
@@ -116,7 +116,7 @@ def test_what_the_tpu_page_says_of_all_passes_holds():
         found = json.loads(path.read_text())
         for name, summary in found["passes"].items():
             assert summary["forbidden"] == [] and summary["collectives"] == {}, path
-            # A verify pass alone commits nothing: recurrent states are for its round to update.
+            # A verify pass alone commits nothing: its round updates recurrent states.
             recurrent = any(leaf.endswith(".state") for leaf in summary["unaliased"])
             assert summary["unaliased"] == [] or (name == "verify" and recurrent), path
         assert "aot" in found["provenance"]["command"]

@@ -1,4 +1,4 @@
-"""docs/hf.md: no call of transformers' ``generate`` says something else here, and its table is true."""
+"""docs/hf.md: no call of transformers' ``generate`` gives another text here, and the table is true."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ import pytest
 from support import ROOT
 from support.versions import COUNTS_PADDING
 
-# Of transformers, about calls that it does not mean to be made.
+# transformers' warnings about calls that it advises against.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BENCHMARKS = str(ROOT / "benchmarks")
 
@@ -29,11 +29,11 @@ def test_every_call_gives_the_same_text_or_is_refused(module):
     for name, doors in found.items():
         for door, said in doors.items():
             assert said != module.OTHER, (name, door)
-            # transformers' own words, and so which call it refuses itself, differ between its versions.
+            # transformers' own words, and the calls that it refuses itself, differ between versions.
             assert said.partition(":")[0] == known[name][door].partition(":")[0], (name, door, said)
 
 
-# What changes no text by its nature, or on these prompts by intent.
+# Options that change no text by nature, or on these prompts by intent.
 SILENT = """
 nothing but lengths|`max_length` with `max_new_tokens`|`max_time`|`eos_token_id=-1`|`eos_token_id=None`
 the model's own, an option over it|`temperature` without `do_sample`|empty lists

@@ -1,4 +1,4 @@
-"""docs/hf_tests.md: what it says of transformers' tests is what the tests of the suite say of themselves."""
+"""docs/hf_tests.md: the tables name the tests of transformers that the suite's docstrings name."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def told(page):
 
 
 def differences(page):
-    """Pairs that the table or a docstring alone names, and tests of the page that are not there."""
+    """Pairs that only the table or only a docstring names, and tests of the page that do not exist."""
     said = {(theirs, ours) for ours, text in suite().items() for theirs in re.findall(r"`(\w+\.\w+)`", text)}
     return said ^ told(page), set(re.findall(r"`(\w+::\w+)`", page)) - suite().keys()
 

@@ -1,4 +1,4 @@
-"""The notebook runs from above to below, in a kernel of its own."""
+"""The notebook runs from top to bottom in a new kernel."""
 
 import importlib.util
 import subprocess
@@ -19,7 +19,6 @@ def test_it_is_committed_without_outputs():
 
 
 def begin(**settings):
-    """Run the settings and the first cell that acts, in this process."""
     first, second = [
         cell.source for cell in nbformat.read(PATH, as_version=4).cells if cell.cell_type == "code"
     ][:2]

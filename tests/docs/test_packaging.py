@@ -1,4 +1,4 @@
-"""Builds hold what is imported and read, and nothing of a used checkout; bounds and addresses are stated."""
+"""Builds hold all imported and read files, and no leftovers; bounds and addresses are stated."""
 
 import os
 import re
@@ -46,18 +46,12 @@ def test_what_is_imported_and_read_is_built():
 
 @pytest.mark.parametrize(
     "stray",
-    [
-        ".hypothesis/examples/1",
-        ".ci/run",
-        ".env",
-        "data/train/prompts/gsm8k_train.jsonl.gz",
-        "docs/results/quickstart_cpu.json",
-        "examples/.ipynb_checkpoints/dflash-checkpoint.ipynb",
-        "examples/run/fit/drafter/model.safetensors",
-        "run/fit/state.pt",
-        "torch_dflash/assets/another/model.safetensors",
-        "torch_dflash/checkpoint.safetensors",
-    ],
+    (
+        ".hypothesis/examples/1 .ci/run .env data/train/prompts/gsm8k_train.jsonl.gz "
+        "docs/results/quickstart_cpu.json examples/.ipynb_checkpoints/dflash-checkpoint.ipynb "
+        "examples/run/fit/drafter/model.safetensors run/fit/state.pt "
+        "torch_dflash/assets/another/model.safetensors torch_dflash/checkpoint.safetensors"
+    ).split(),
 )
 def test_what_else_a_checkout_holds_is_not(stray, tmp_path):
     path = tmp_path / stray
@@ -75,17 +69,13 @@ def test_every_dependency_has_a_lower_bound_and_torchax_both():
 
 
 def test_what_messages_install_is_on_an_index_and_of_their_extra():
-    """The package itself is not, so a message names what its extra would bring."""
+    """The package itself is on no index, so a message names the packages of its extra."""
     extras = {
-        "torch_dflash/cli/tpu.py": "tpu",
-        "torch_dflash/cli/outputs.py": "demo",
-        "torch_dflash/demo/target.py": "demo",
-        "torch_dflash/grammars/vocabulary.py": "grammar",
-        "torch_dflash/train/fit/log.py": "train",
-        "jax_bridge/aot/shapes.py": "tpu",
-        "examples/09_compile_for_a_tpu.py": "tpu",
-        "examples/dflash.ipynb": "tpu",
-    }
+        "torch_dflash/cli/tpu.py": "tpu", "torch_dflash/cli/outputs.py": "demo",
+        "torch_dflash/demo/target.py": "demo", "torch_dflash/grammars/vocabulary.py": "grammar",
+        "torch_dflash/train/fit/log.py": "train", "jax_bridge/aot/shapes.py": "tpu",
+        "examples/09_compile_for_a_tpu.py": "tpu", "examples/dflash.ipynb": "tpu",
+    }  # fmt: skip
     shown = [*(ROOT / "examples").glob("*.*")]
     shown += [path for package in ("torch_dflash", "jax_bridge") for path in (ROOT / package).rglob("*.py")]
     for path in shown:
@@ -101,7 +91,7 @@ def test_what_messages_install_is_on_an_index_and_of_their_extra():
 
 
 def test_the_repository_has_one_address_that_few_files_repeat():
-    """To move: change pyproject.toml and these four; the site and an index's page read the first."""
+    """A move changes pyproject.toml and these four files; the site and an index read pyproject.toml."""
     suffixes, named = {".cff", ".ipynb", ".md", ".py", ".sh", ".toml", ".yaml", ".yml"}, {}
     for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]:
         if path.is_file() and path.suffix in suffixes:
@@ -125,7 +115,7 @@ def test_an_index_gets_absolute_links(monkeypatch):
 
 
 def make(*line: str) -> subprocess.CompletedProcess[str]:
-    """What make says as a user's first one; the variables of a make around the tests are not seen."""
+    """Runs make as a user's first make: the variables of a make around the tests are removed."""
     outer = ("PYTHON", "TORCH", "TRANSFORMERS", "CONSTRAINTS", "MAKEFLAGS", "MAKELEVEL")
     clean = {key: value for key, value in os.environ.items() if key not in outer}
     line = ("make", "--no-print-directory", *line)
@@ -168,18 +158,15 @@ def test_make_refuses_an_old_interpreter_before_it_installs_anything(tmp_path):
 
 
 PYTHONS = {
-    "the path": "path/python3.12",
-    "pyenv": "home/.pyenv/versions/3.12.1/bin/python",
+    "the path": "path/python3.12", "pyenv": "home/.pyenv/versions/3.12.1/bin/python",
     "uv": "home/.local/share/uv/python/cpython-3.12.3-linux-x86_64-gnu/bin/python",
-    "VLLM_PYTHON": "own/python",
-    "nowhere": "own/python",
-    "VLLM_PYTHON of another version": "own/python3.13",
-}
+    "VLLM_PYTHON": "own/python", "nowhere": "own/python", "VLLM_PYTHON of another version": "own/python3.13",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("where", PYTHONS)
 def test_vllms_environment_takes_a_python_3_12_that_starts_or_names_the_option(where, tmp_path):
-    """A shim of pyenv lies on the path and starts nothing unless its version is chosen."""
+    """A pyenv shim on the path starts nothing unless its version is chosen."""
     shim, own = tmp_path / "path/python3.12", tmp_path / PYTHONS[where]
     given = str(own) if "VLLM_PYTHON" in where else ""
     for path, status in ((shim, 127), (own, int("another" in where))):

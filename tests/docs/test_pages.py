@@ -23,21 +23,21 @@ PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md",
 PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))]
 CARD = "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md"
 TEXT = {page: (ROOT / page).read_text() for page in [*PAGES, CARD]}
-# Longer fences hold answers, and code of answers is not ours.
+# Longer fences hold answers, and the code of answers is not the project's.
 OURS = {page: re.sub(r"^````.*?^````$", "", TEXT[page], flags=re.S | re.M) for page in TEXT}
 BLOCKS = {page: re.findall(r"^```python\n(.*?)^```", OURS[page], flags=re.S | re.M) for page in PAGES}
 WITH_CODE = [page for page in PAGES if BLOCKS[page]]
 
 
 def anchors(page: str) -> set[str]:
-    """What links into a page may name: its headings, as they are written in addresses."""
+    """The anchors of a page: its headings as they are written in addresses."""
     heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", OURS[page], flags=re.S | re.M), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path, request):
-    """Tiny models in the place of the hub's and of the bundled pair; what was asked for, in order."""
+    """Tiny models in the place of the hub's and of the bundled pair; lists the requested names in order."""
     spells = "grammar" in request.node.name  # that page needs a tokenizer of text, and a way to end
     tokenizer = byte_tokenizer(TEMPLATE) if spells else NumberTokenizer(VOCAB)
     own = {"vocab_size": 257, "eos_token_id": 0} if spells else {}
@@ -65,7 +65,7 @@ def hub(monkeypatch, tmp_path, request):
 
 
 def run(page: str) -> dict:
-    """The page's blocks in order, in one scope, as a reader would run them."""
+    """Runs the page's blocks in order, in one scope, as a reader would."""
     scope: dict = {}
     for block in BLOCKS[page]:
         exec(compile(block, page, "exec"), scope)
@@ -123,7 +123,7 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_named_is_there(page):
-    """In code font: paths of the repository, tests and make targets; `a/*.py` is a pattern."""
+    """Paths of the repository, tests and make targets in code font exist; `a/*.py` is a pattern."""
     named = r"`((?:tests|benchmarks|torch_dflash|jax_bridge|examples|data)/[\w./*-]+)`"
     for name in re.findall(named, TEXT[page]):
         assert list(ROOT.glob(name)), name
@@ -184,7 +184,7 @@ def test_a_text_is_the_targets_own_up_to_ties(page):
 
 
 def test_what_is_printed_after_a_stream_begins_a_line():
-    """Pieces end no line: a number after them would be read as the answer's."""
+    """Pieces end no line: a reader would take a number after them for a part of the answer."""
     code = [*sum(BLOCKS.values(), []), *(path.read_text() for path in (ROOT / "examples").glob("*.py"))]
     after = [
         re.search(r"^print\(.*", text.partition('end=""')[2], flags=re.M) for text in code if 'end=""' in text
@@ -193,7 +193,7 @@ def test_what_is_printed_after_a_stream_begins_a_line():
 
 
 def test_every_line_of_a_docstrings_section_names_something_or_is_indented():
-    """Else the API page cannot be built: a second line needs four spaces more than the first."""
+    """Otherwise the API page cannot be built: a second line needs four spaces more than the first."""
     section = r"^(?:Args|Attributes|Raises):\n((?:(?:    .*)?\n?)+)"
     for package in (td, jb):
         for path in (ROOT / package.__name__).rglob("*.py"):

@@ -26,7 +26,7 @@ from torch_dflash.doctor.tried import ENOUGH, FEW, SURE, Tried, surely, weigh
 from torch_dflash.proposers.notes import findings
 
 LESSER = 15400
-"""A pair whose second fault hardly costs drafts; only likelihood tells it."""
+"""A pair whose second fault hardly costs drafts; only likelihood shows the fault."""
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +42,12 @@ def judged():
 @pytest.mark.parametrize(
     ("family", "seed", "kinds", "steps"),
     [
-        ("qwen3", 0, (), 120),
-        ("llama", 30, (), 8),
-        ("llama", 10, ("taps", "mask"), 100),
-        ("gpt_oss", 3, ("row",), 100),
-        ("qwen3", 4, ("causal",), 150),
-        ("llama", 5, ("tied",), 100),
-        ("qwen2", 12, ("window",), 150),
-        ("llama", 7, ("normed", "rope"), 150),
+        ("qwen3", 0, (), 120), ("llama", 30, (), 8), ("llama", 10, ("taps", "mask"), 100),
+        ("gpt_oss", 3, ("row",), 100), ("qwen3", 4, ("causal",), 150), ("llama", 5, ("tied",), 100),
+        ("qwen2", 12, ("window",), 150), ("llama", 7, ("normed", "rope"), 150),
         ("qwen2", LESSER, ("causal", "scale"), 150),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(judged, family, seed, kinds, steps):
     case = judged.make_case(family, seed, kinds, steps, {"num_hidden_layers": 1} if seed == LESSER else {})
     before = {name: value.clone() for name, value in case.drafter.state_dict().items()}
@@ -74,7 +69,7 @@ def test_as_it_is_counts_what_decoding_accepts(family):
         target = make_target(family)
         drafter = make_drafter(target, **more)
         td.selftest.pairs.correlate(target, drafter, strength)
-        if more is second:  # what it chooses is often not the likeliest
+        if more is second:  # its choice is often not the likeliest
             drafter.candidate_selector.successor_codebook.data.mul_(10)
         if more is chained:  # enough to change drafts
             drafter.markov_head.markov_w2.weight.data.mul_(10)
@@ -86,7 +81,7 @@ def test_as_it_is_counts_what_decoding_accepts(family):
         counts = dict(zip((at for _, at in judge.places), counts, strict=True))
         place, lengths = 7, out.stats.acceptance_lengths[0]
         for length in lengths[:-1]:  # the last one may be cut by the limit
-            judged = min(length, drafter.config.block_size)  # of drafts from all W rows W - 1 are judged
+            judged = min(length, drafter.config.block_size)  # W - 1 of the drafts from all W rows are judged
             assert counts[place] + 1 == judged
             place += length
         assert len(set(lengths)) > 1
@@ -108,7 +103,7 @@ def test_what_a_markov_head_adds_to_the_true_token_before_is_judged():
 
 
 def test_a_head_and_an_embedding_of_its_own_draft_as_the_targets_do():
-    """DeepSpec's drafters hold copies of both."""
+    """DeepSpec's drafters hold copies of head and embedding."""
     target = make_target("llama", tie_word_embeddings=False)
     drafter, own = make_drafter(target), make_drafter(target, own_embedding=True, own_head=True)
     own.load_state_dict(drafter.state_dict(), strict=False)
@@ -128,7 +123,7 @@ def test_a_head_and_an_embedding_of_its_own_draft_as_the_targets_do():
         check_judged(target, own)
 
 
-class FromTheAnchor(td.DFlashDraftModel):  # the anchor's row says the first draft
+class FromTheAnchor(td.DFlashDraftModel):  # the anchor's row gives the first draft
     def block(self, noise, context, position, memory, blocks=1):
         rows = super().block(noise, context, position, memory, blocks)
         return rows.unflatten(1, (blocks, -1)).roll(-1, dims=2).flatten(1, 2)
@@ -159,7 +154,7 @@ def test_a_selector_chains_the_drafts_that_are_counted():
     drafts = drafter.choose(hidden, ids[9:10], target.get_output_embeddings())[0]
     likeliest = drafter.logits(hidden, target.get_output_embeddings())[0].argmax(dim=-1)
     assert not torch.equal(drafts[1:], likeliest[1:].int())
-    ids[10 : 10 + len(drafts)] = drafts  # behind the anchor: no block at it sees them
+    ids[10 : 10 + len(drafts)] = drafts  # behind the anchor: no block at the anchor sees them
     judge = Judge(target, drafter, record(target, [Answered(ids, 7)]))
     assert judge(own).accepted[judge.places.index((0, 9))] == len(drafts)
 
@@ -235,7 +230,7 @@ def test_a_change_counts_where_each_is_better_than_all_it_is_made_of():
 
     base, single = tried(), [tried(one, nats=1.0), tried(two, nats=0.9), tried(three, nats=0.01)]
     assert _best(base, single, []) is single[0]
-    assert _best(base, single[2:], []) is base  # sure, and of no account
+    assert _best(base, single[2:], []) is base  # certain, and without effect
     assert _best(base, [tried(one, nats=1.0, accepted=0), single[1]], []) is single[1]
     unsure = Tried((one,), Drafted(base.drafted.accepted, (noise - noise.mean() + 0.3)[:, None]))
     assert _best(base, [unsure], []) is base
@@ -274,7 +269,7 @@ def test_few_blocks_neither_name_a_change_nor_rule_it_out(pair_of_scores):
     for blocks, low, high in ((64, 0.4, 4.9), (128, 1.35, 4.1), (250, 3.2, 3.5)):
         scores = (low - 0.1, low + 0.1, high - 0.1, high + 0.1)
         assert [said(blocks, one) for one in scores] == ["ruled out", "open", "open", "named"], blocks
-    for blocks in (ENOUGH, 2 * ENOUGH):  # as the figures were made
+    for blocks in (ENOUGH, 2 * ENOUGH):  # the setting of the figures
         assert [said(blocks, one) for one in (SURE - 0.01, SURE + 0.01)] == ["ruled out", "named"]
     assert [said(FEW - 1, one) for one in (-50, 50)] == ["open", "open"]
     assert said(64, 3, accepted=0) == "ruled out"  # fewer drafts are accepted
@@ -348,7 +343,6 @@ def test_a_repair_is_read_again_where_the_field_stands_within_another(tmp_path, 
 
 def test_what_could_not_be_repaired_is_told_before_the_work(monkeypatch, capsys, tmp_path):
     make_drafter(make_target("llama")).save_pretrained(tmp_path)
-
     monkeypatch.setattr(loading, "load_named", lambda *names, **options: pytest.fail("the pair was loaded"))
     line = ["doctor", "--target", "demo", "--drafter", str(tmp_path), "--fix"]
     (tmp_path / "config.json.before").write_text("{}")
@@ -487,7 +481,7 @@ def test_from_prompts_to_a_diagnosis():
     with refuses(ValueError, "hidden_size=16 of the drafter"):
         td.diagnose(target, make_drafter(target, hidden_size=16), tokenizer)
     given = (prompt for prompt in ["alpha"])
-    with refuses(ValueError, "the tokenizer cannot make ids of them"):  # which was asked for it
+    with refuses(ValueError, "the tokenizer cannot make ids of them"):  # the doctor asked the tokenizer
         td.diagnose(target, drafter, object(), given)
     for prompts in ("alpha", [], [3], 3):
         with refuses(TypeError, f"prompts={prompts!r}: pass a list of questions"):

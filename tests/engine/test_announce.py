@@ -1,4 +1,4 @@
-"""A program that compiles for long is in a bar at a terminal, else a line at each end; a quick one is not."""
+"""A long compilation shows a bar at a terminal, else a line at each end; a quick one shows nothing."""
 
 import logging
 import re
@@ -16,9 +16,9 @@ import torch_dflash as td
 from jax_bridge.programs.lower import Programs
 from torch_dflash import progress
 
-ROOM = 76  # no other test's
+ROOM = 76  # not another test's
 FIRST = {"an empty state", "the caches", "prompts of 16 tokens", "rounds", "the results' read"}
-heard: list[str] = []  # what any thread compiles
+heard: list[str] = []  # all programs that any thread compiles
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **_: heard.append(event) if "backend_compile" in event else None
 )
@@ -26,7 +26,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @pytest.fixture
 def lines(monkeypatch, caplog):
-    """What is announced, without waiting for seconds."""
+    """The announcements, without a wait of seconds."""
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(progress, "LONG", 0.0)
     return caplog
@@ -37,7 +37,6 @@ def messages(lines):
 
 
 def programs_in(said):
-    """The line that ends each program, by the program's name."""
     form = rf"torch-dflash: compiling (.*) \({ROOM} positions, batch 1\): \d+\.\d s, \d of \d programs so far"
     return {found[1]: line for line in said if (found := re.fullmatch(form, line))}
 
@@ -125,7 +124,7 @@ with progress.announced("compiling rounds"):
 
 
 def test_a_failure_leaves_nothing_behind(lines, monkeypatch):
-    """Neither of tracing nor of compiling: the next call starts anew."""
+    """After a failure of tracing or of compiling the next call starts anew."""
     programs, fail = Programs("highest", "8 positions"), [True]
 
     def step(x):
@@ -150,7 +149,7 @@ def test_a_failure_leaves_nothing_behind(lines, monkeypatch):
 
 
 def test_rounds_are_compiled_beside_the_prompt(monkeypatch):
-    """Both are on their way before either is waited for; each is counted where it is asked for."""
+    """Both start before either is waited for; the call that needs a program counts it."""
     order, whole = [], Programs.get
 
     def get(self, name, *args, **kwargs):
@@ -164,4 +163,4 @@ def test_rounds_are_compiled_beside_the_prompt(monkeypatch):
     engine.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
     assert ("prefill", ["begin", "caches", "prefill", "rounds"]) in order
     assert engine.runtime.compilations - before == len(heard) >= 3
-    assert logging.getLogger("torch_dflash").handlers == []  # whose handlers there are is the user's affair
+    assert logging.getLogger("torch_dflash").handlers == []  # handlers are the user's affair

@@ -112,7 +112,7 @@ OPTIONS = [
     ({"suppress_tokens": [[5]]}, ValueError, ["suppress_tokens holds [5]", "token ids"]),
     ({"suppress_tokens": [1.5]}, ValueError, ["suppress_tokens holds 1.5", "token ids"]),
     ({"forced_eos_token_id": -1}, ValueError, ["forced_eos_token_id holds -1", "token ids"]),
-    # transformers' own words, where it has some: the id stands before the second name there, after it here
+    # transformers' own words, if any: the id stands before the second name there, after the name here
     (BOTH, ValueError, ["forced_eos_token_id", "3"]),
     (BOTH, ValueError, ["forced_eos_token_id", "suppress_tokens"]),
     ({"exponential_decay_length_penalty": 3}, ValueError, ["length_penalty=3", "(30, 1.01)"]),
@@ -212,7 +212,7 @@ def test_what_is_no_target(pair):
 
 
 def wrapped_drafters(drafter):
-    """Wrappers, each with the way out that its refusal names."""
+    """Wrappers, each with the remedy that the refusal names."""
     yield torch.compile(drafter, backend="eager"), "_orig_mod"
     yield nn.DataParallel(drafter), "module"
     adapters = peft.LoraConfig(r=2, target_modules=["q_proj"])
@@ -228,7 +228,7 @@ def test_what_is_no_drafter(pair):
         with refuses(TypeError, f"drafter={type(wrapped).__name__}", f"pass its .{way}"):
             call(pair[0], wrapped)
         inside = getattr(wrapped, way.removesuffix("()"))
-        inside = inside() if way.endswith("()") else inside  # as the message says
+        inside = inside() if way.endswith("()") else inside  # the remedy of the message
         td.compile(pair[0], inside, runtime="eager", max_length=64)
     with refuses(ValueError, "width=1", "from 2"):
         td.NGramProposer(width=1)
@@ -288,7 +288,7 @@ def test_custom_generate(pair):
         ({"top_h": 0.5, "do_sample": True}, ["top_h=0.5", "unset"]),
         ({CACHE: cache}, ["cache (past_key_values) holds 2 tokens", "without it"]),
     ]
-    for bound in ({}, {"cache": "paged"}):  # which is another cache
+    for bound in ({}, {"cache": "paged"}):  # the new cache is another one
         block = td.dflash(drafter, runtime="eager", **bound)
         for options, words in calls:
             with refuses(ValueError, *words):

@@ -74,7 +74,7 @@ def test_max_length_below_the_prompt(pair):
     target.generation_config.max_length = 3
     with refuses(ValueError, *words):
         generate(target, pair[1], max_new_tokens=None)
-    # transformers checks first where it is the door; a caller of its own is answered by us.
+    # transformers checks first where it is the door; td.generate checks by itself.
     with refuses(ValueError, *words):
         td.dflash(pair[1], runtime="eager")(target, IDS, generation_config=target.generation_config)
 
@@ -90,7 +90,7 @@ def test_the_pad_token_inside_a_prompt(pair):
         generate(*pair, torch.full_like(IDS, 5), pad_token_id=5)
     with refuses(ValueError, "attention_mask of row 0 has a gap"):  # the mask is wrong
         generate(*pair, IDS, torch.tensor([[1, 0, 0, 1]]), pad_token_id=5)
-    with pytest.raises(pytest.fail.Exception, match="a step ran"):  # what the message advises
+    with pytest.raises(pytest.fail.Exception, match="a step ran"):  # the remedy of the message
         generate(*pair, IDS, torch.ones_like(IDS), pad_token_id=5)
 
 
@@ -150,27 +150,16 @@ def engine(pair):
 
 
 NAMES = {
-    "max_tokens": "Here max_tokens is max_new_tokens.",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "temp": "Here temp is temperature.",
-    "stop": "Here stop is stop_strings=[...], with tokenizer=.",
-    "stop_token_ids": "eos_token_id=[...]",
-    "n": "num_return_sequences",
-    "logit_bias": "sequence_bias",
-    "logits_processors": "processors=(torch_dflash.HostProcessor",
-    "guided_json": "response_format=",
-    "messages": "torch_dflash.Chat",
-    "num_draft_tokens": "block_size",
-    "device": "target.to(device)",
-    "dtype": "from_pretrained",
-    "max_new_token": "Did you mean max_new_tokens?",
-    "tempurature": "Did you mean temperature?",
-    "topk": "Did you mean top_k?",
-    "top_K": "Did you mean top_k?",
-    "Max_Tokens": "Here Max_Tokens is max_new_tokens.",
-    "verify_widht": "Did you mean verify_width?",
-}
+    "max_tokens": "Here max_tokens is max_new_tokens.", "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens", "temp": "Here temp is temperature.",
+    "stop": "Here stop is stop_strings=[...], with tokenizer=.", "stop_token_ids": "eos_token_id=[...]",
+    "n": "num_return_sequences", "logit_bias": "sequence_bias",
+    "logits_processors": "processors=(torch_dflash.HostProcessor", "guided_json": "response_format=",
+    "messages": "torch_dflash.Chat", "num_draft_tokens": "block_size", "device": "target.to(device)",
+    "dtype": "from_pretrained", "max_new_token": "Did you mean max_new_tokens?",
+    "tempurature": "Did you mean temperature?", "topk": "Did you mean top_k?", "top_K": "Did you mean top_k?",
+    "Max_Tokens": "Here Max_Tokens is max_new_tokens.", "verify_widht": "Did you mean verify_width?",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

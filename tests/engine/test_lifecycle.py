@@ -1,4 +1,4 @@
-"""Threads, failures, abandoned streams, changed weights, freed engines: what a long-lived process does."""
+"""Threads, failures, abandoned streams, changed weights, freed engines: the life of a long process."""
 
 import copy
 import gc
@@ -44,7 +44,7 @@ def prompts(count, longest=24):
 
 
 def test_four_threads_say_what_one_says(engine, pair):
-    """The first calls race for compiling too: nothing has warmed this engine up."""
+    """The first calls also race for compilation: the engine is not warm."""
     work = [[prompts(8)[i : i + 2] for i in range(0, 8, 2)][(t + i) % 4] for t in range(4) for i in range(3)]
     options = [{"do_sample": False}, {"do_sample": True, "temperature": 20.0, "top_k": 0, "seed": 4}]
     jobs = [(rows, options[(i // 3 + i) % 2]) for i, rows in enumerate(work)]
@@ -78,7 +78,7 @@ def test_an_exception_in_a_call_leaves_the_engine_usable(engine, pair, monkeypat
 
     def fails_late(*args):
         calls.append(1)
-        out = whole(*args)  # what was consumed is consumed
+        out = whole(*args)  # a consumed state stays consumed
         if len(calls) == {"read": 3, "advance": 2}.get(step, 1):
             raise Broken
         return out
@@ -110,7 +110,7 @@ def test_an_abandoned_stream_leaves_the_engine_usable(engine, pair):
     pieces = [next(kept), next(abandoned), next(kept), next(abandoned)][::2]
     abandoned.close()
     assert run(engine, rows, max_new_tokens=NEW)[0] == right
-    pieces += list(kept)  # another call's end did not touch this one
+    pieces += list(kept)  # another call's end did not touch this state
     assert [sum((piece[row] for piece in pieces), []) for row in range(2)] == right
     assert len(pieces) > 2
     forgotten = engine.stream(*pad(rows), **options)
@@ -156,11 +156,11 @@ def test_a_change_of_weights_is_seen_without_compiling(engine, pair):
 
 
 def live_arrays() -> int:
-    """JAX arrays there are; torchax keeps a random key, uint32, from its first use on."""
+    """Counts JAX arrays; torchax keeps a random key, uint32, from its first use on."""
     return sum(array.dtype != "uint32" for array in jax.live_arrays())
 
 
-# An n-gram proposer is known by value: its engine serves the next equal one, and goes with the target alone.
+# An n-gram proposer is known by value: its engine serves the next equal one, and ends with the target alone.
 @pytest.mark.parametrize(
     "drafter_kind, goes", [("dflash", "target"), ("dflash", "drafter"), ("ngram", "target")]
 )
@@ -202,7 +202,7 @@ def test_a_compiled_engine_keeps_its_models():
 
 
 def snapshot(model):
-    """All that a user could notice having changed."""
+    """All state that a user could find changed."""
     modules = dict(model.named_modules())
     return {
         "config": model.config.to_dict(),
@@ -277,7 +277,7 @@ def test_torchs_seed_rules_where_none_is_given(engine, pair, runtime):
 
 
 def test_engines_of_one_model_share_its_weights_on_the_device():
-    """Every length and batch size has its engine; the weights must not be there once per engine."""
+    """Every length and batch size has an engine; the engines share one copy of the weights."""
     target, drafter = make_pair("qwen3", seed=4)
     ids, _ = ragged_prompts(1)
     gc.collect()
@@ -299,7 +299,7 @@ def test_engines_of_one_model_share_its_weights_on_the_device():
 
 
 def test_new_weights_at_an_old_address_are_seen():
-    """A freed weight's memory may be given to its successor: same address, version, shape and dtype."""
+    """A successor may get a freed weight's memory: same address, version, shape and dtype."""
     target = make_pair("llama", seed=5)[0]
     engine = td.compile(target, None, max_length=32)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
@@ -320,7 +320,7 @@ WORDS = {
 
 
 def heard(caplog):
-    """Without what another test's engine may still compile."""
+    """The announcements, without those of another test's engine."""
     return [line for line in caplog.messages if "compiling" not in line]
 
 

@@ -1,4 +1,4 @@
-"""Two thousand rounds: the last cost what the first ones cost, and nothing is left behind."""
+"""The last of two thousand rounds cost as much as the first ones, and nothing is left behind."""
 
 import os
 import statistics
@@ -16,7 +16,6 @@ ROUNDS, CHUNK = 2000, 50
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -51,7 +51,7 @@ def test_chunks_stay_within_the_largest_and_within_the_room():
 
 @pytest.mark.parametrize("where", ["eager", "xla"])
 def test_a_batch_reads_less_padding_and_says_the_same(where, monkeypatch):
-    """Of 16 rows, 40 tokens are worth two passes; of one they are not."""
+    """Prompts of 40 tokens are worth two passes with 16 rows, and one pass with one row."""
     monkeypatch.setattr(prompts, "WORTH", 128)
     target, _ = make_pair("llama")
     rows = [[3 + (7 * row + at) % 90 for at in range(33 + row % 8)] for row in range(16)]

@@ -1,4 +1,4 @@
-"""User code that calls its engine: refused from inside of a step, served from outside."""
+"""User code that calls its engine is refused inside of a step, and served outside."""
 
 import threading
 
@@ -22,7 +22,7 @@ def target():
     return make_target("llama")
 
 
-class Calls:  # an engine whose user code calls what ``call`` is set to
+class Calls:  # an engine whose user code calls ``call``
     def __init__(self, target, kind, runtime="eager"):
         self.call = lambda: None
         made = {"runtime": runtime} | SIZES

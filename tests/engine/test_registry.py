@@ -1,4 +1,4 @@
-"""What `generate` keeps between calls: which calls share an engine, how many are kept, what is refused."""
+"""`generate` keeps engines between calls: equal calls share one, and few are kept."""
 
 import gc
 import weakref
@@ -32,7 +32,6 @@ def pair():
 
 @pytest.fixture
 def used(monkeypatch):
-    """The engine of each call of `generate`, in order."""
     engines, whole = [], generation.cached_engine
     noted = lambda *a, **k: engines.append(whole(*a, **k)) or engines[-1]  # noqa: E731
     monkeypatch.setattr(generation, "cached_engine", noted)
@@ -44,7 +43,6 @@ def proposer(kind, drafter):
 
 
 def say(target, drafter, prompts=(PROMPT,), new=NEW, **options):
-    """The new tokens of each row."""
     ids, mask = pad([list(prompt) for prompt in prompts])
     options = {"eos_token_id": None, "do_sample": False} | options
     return td.generate(target, drafter, ids, mask, max_new_tokens=new, **options)[:, ids.shape[1] :].tolist()
@@ -75,7 +73,7 @@ def test_near_lengths_share_an_engine(pair, used):
 
 
 def test_a_growing_chat_doubles_its_engine():
-    """Doubling to 2,048 positions, then four sizes an octave, never past the model's context."""
+    """Sizes double to 2,048 positions, then four sizes an octave follow, never past the model's context."""
     ends = range(1, 32769)
     rooms = [round_up(end, 32768) for end in ends]
     assert all(room >= end for end, room in zip(ends, rooms, strict=True))
@@ -88,7 +86,7 @@ def test_a_growing_chat_doubles_its_engine():
 
 
 def test_the_third_turn_of_a_chat_compiles_nothing(pair):
-    """37, 90 and 138 positions were three engines; only a longer prompt's bucket is new."""
+    """Chats of 37, 90 and 138 positions share an engine; only a longer prompt's bucket compiles."""
     compiled = []
     for length in (37, 60, 90):
         ids = torch.arange(length)[None] % VOCAB
@@ -148,7 +146,7 @@ def test_engines_of_ever_new_keys_are_bounded(used, monkeypatch, make):
     target = make_target("llama")
     for at in range(6):
         say(target, make(at), runtime="eager", new=1)
-    say(target, None, runtime="eager", new=1)  # plain decoding has room of its own
+    say(target, None, runtime="eager", new=1)  # plain decoding has its own limit
     kept = [engine for entries in engine_cache._engines[target].values() for engine in entries.values()]
     assert kept == [*used[3:6], used[6]]
     known = weakref.ref(used[0])
@@ -204,7 +202,7 @@ def test_no_grad_and_inference_mode_change_nothing(runtime, kind):
     for context in (torch.inference_mode, nullcontext, torch.no_grad, torch.inference_mode):
         with context():
             assert say(target, drafter, runtime=runtime) == [own]
-    with torch.inference_mode():  # and what is compiled late: another prompt bucket
+    with torch.inference_mode():  # and a late program: another prompt bucket
         longer = [i % VOCAB for i in range(20)]
         assert say(target, drafter, [longer], runtime=runtime) == [own_text(target, longer, NEW)]
 
@@ -216,7 +214,7 @@ def test_a_resized_vocabulary_is_followed(runtime, kind):
     for size in (VOCAB, VOCAB + 6):
         target.resize_token_embeddings(size, mean_resizing=False)
         if size > VOCAB:
-            with torch.no_grad():  # a new id is what the target now says
+            with torch.no_grad():  # a new id is the target's next token
                 target.get_output_embeddings().weight[VOCAB:] *= 40
         prompt = [size - 1, 1, 4, 2]
         own = own_text(target, prompt, NEW)
@@ -225,7 +223,7 @@ def test_a_resized_vocabulary_is_followed(runtime, kind):
 
 
 def test_a_target_that_was_changed_is_followed():
-    """Through ``td.generate``; `targets/test_live_model.py` has the kinds of changes."""
+    """``td.generate`` follows the change; `targets/test_live_model.py` has the kinds of changes."""
     target = make_target("llama", seed=3)
     own = [own_text(target, PROMPT, NEW)]
     assert say(target, None, runtime="eager") == own
@@ -244,7 +242,7 @@ def test_modules_speak_not_the_config_they_were_made_of():
 
 @pytest.mark.parametrize("tried", [False, True])
 def test_a_dropped_target_leaves_nothing(tried):
-    """Neither its engine, nor what is remembered of its class or its skeleton, keeps a model alive."""
+    """Neither the engine nor the memory of its class or its skeleton keeps a model alive."""
     kind = type("Subclass", (LlamaForCausalLM,), {}) if tried else LlamaForCausalLM
 
     def models():
@@ -262,7 +260,7 @@ def test_a_dropped_target_leaves_nothing(tried):
 @pytest.mark.parametrize("place", ["before", "within", "after"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_an_interrupted_swap_leaves_no_weight_in_the_skeleton(monkeypatch, place, error):
-    """The user's tensors would stay alive there, whatever becomes of the model."""
+    """The skeleton would keep the user's tensors alive after the model."""
     target = make_target("llama", seed=5)
     engine = td.compile(target, None, runtime="eager", max_length=32)
     own, bound = own_text(target, PROMPT, 2), engine.pair._bound

@@ -88,7 +88,7 @@ def test_the_seed_of_a_call_goes_before_the_bound_one(pair):
 
 def test_a_context_without_a_limit(pair):
     assert positions_of(pair[0].config) == 512
-    for limits in ({"max_position_embeddings": -1}, {"max_position_embeddings": None}, {}):  # XLNet says -1
+    for limits in ({"max_position_embeddings": -1}, {"max_position_embeddings": None}, {}):  # XLNet has -1
         config = SimpleNamespace(**limits)
         config.get_text_config = lambda config=config: config
         assert positions_of(config) == INT32_MAX

@@ -36,7 +36,6 @@ def engine(pair):
 
 @pytest.fixture(scope="module")
 def saved(engine, tmp_path_factory):
-    """A state's file: its path, tensors and metadata."""
     path = tmp_path_factory.mktemp("saved") / "state"
     td.save_state(engine.advance(engine.start(*ragged_prompts(2), **OPTIONS)), path, engine)
     with safe_open(path, framework="pt") as content:
@@ -44,7 +43,6 @@ def saved(engine, tmp_path_factory):
 
 
 def craft(path, tensors, metadata):
-    """A file with a checksum that fits."""
     sealed = metadata | {"checksum": state_io._checksum(tensors, metadata)}
     save_file(tensors, path, sealed)
     return path
@@ -53,12 +51,19 @@ def craft(path, tensors, metadata):
 ODD_PLANS = ["", "{", "[]", "7", "null", '"x"', "[" * 100_000]
 
 
-@pytest.mark.parametrize("plan", [None, *ODD_PLANS], ids=range(len(ODD_PLANS) + 1))
-def test_a_file_without_a_plan_is_refused(engine, saved, tmp_path, plan):
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        *(("plan", plan, "not a plan as JSON") for plan in (None, *ODD_PLANS)),
+        *(("proposer", proposer, f"{proposer}, this engine's is") for proposer in (None, "", "x")),
+    ],
+    ids=range(len(ODD_PLANS) + 4),
+)
+def test_a_file_without_its_plan_or_proposer_is_refused(engine, saved, tmp_path, field, value, words):
     _, tensors, metadata = saved
-    metadata = {name: value for name, value in metadata.items() if name != "plan"}
-    metadata |= {} if plan is None else {"plan": plan}
-    with refuses(ValueError, "plan is ", "not a plan as JSON"):
+    metadata = {name: text for name, text in metadata.items() if name != field}
+    metadata |= {} if value is None else {field: value}
+    with refuses(ValueError, f"{field} is ", words):
         td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
 
 
@@ -70,15 +75,6 @@ def test_odd_fields_of_a_plan_are_named(engine, saved, tmp_path, change):
     metadata = metadata | {"plan": json.dumps(json.loads(metadata["plan"]) | change)}
     (field, value), *_ = change.items()
     with refuses(ValueError, f"the state has {field}={value!r}"):
-        td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
-
-
-@pytest.mark.parametrize("proposer", [None, "", "x"])
-def test_a_file_without_its_proposer_is_refused(engine, saved, tmp_path, proposer):
-    _, tensors, metadata = saved
-    metadata = {name: value for name, value in metadata.items() if name != "proposer"}
-    metadata |= {} if proposer is None else {"proposer": proposer}
-    with refuses(ValueError, f"proposer is {proposer}, this engine's is"):
         td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
 
 
@@ -140,7 +136,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(engine, saved, tmp_p
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 def test_states_are_saved_and_loaded_while_others_decode(pair, saved, tmp_path, runtime):
-    """The first calls of XLA trace the same modules that a state's shapes are computed with."""
+    """The first calls of XLA trace the modules that compute a state's shapes."""
     engine = make_engine(pair, runtime)
     text, said = own_text(pair[0], PROMPT, 12), []
 
@@ -169,7 +165,7 @@ def test_a_model_cast_in_mid_generation_is_refused_by_name(runtime, cast):
         engine.advance(state)
     if runtime == "eager" and cast == "target":
         text = own_text(pair["target"], PROMPT, 12)
-        assert run(engine, [PROMPT], max_new_tokens=12)[0] == [text]  # a new generation is of the new dtype
+        assert run(engine, [PROMPT], max_new_tokens=12)[0] == [text]  # a new generation has the new dtype
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])

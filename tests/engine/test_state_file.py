@@ -1,4 +1,4 @@
-"""A generation that is written to a file goes on in another process, on the other runtime."""
+"""A generation that is written to a file continues in another process, on the other runtime."""
 
 import json
 import os
@@ -34,12 +34,12 @@ KEPT = {}
 
 
 def models(family):
-    """An engine holds its models weakly."""
+    """Models that stay alive: an engine holds its models weakly."""
     return KEPT.setdefault(family, make_pair(family, agree=8.0))
 
 
 def finish(engine, state) -> dict:
-    """Texts and the tokens that each round gave, as JSON would have them."""
+    """Texts and each round's token counts, as JSON holds them."""
     seen = look(engine.runtime, state)
     while not seen.done.all():
         state = engine.advance(state)
@@ -52,7 +52,7 @@ def finish(engine, state) -> dict:
 
 
 def finish_elsewhere(path, runtime, cache) -> dict:
-    """A new process loads ``path`` on ``runtime``, whose engine reads at other times, and finishes."""
+    """A new process loads ``path`` on ``runtime``, reads after other numbers of rounds, and finishes."""
     code = (
         "import json, sys, torch, test_state_file as t, torch_dflash as td\n"
         "torch.set_num_threads(1)\n"
@@ -92,7 +92,7 @@ def test_another_process_on_the_other_runtime_goes_on(here, there, cache, tmp_pa
     state = engine.advance(engine.start(*ragged_prompts(ROWS), **MIXED))
     assert not look(engine.runtime, state).done[:ROWS].any()
     td.save_state(state, tmp_path / "state", engine)
-    assert finish(engine, state) == whole  # saving leaves the state as it was
+    assert finish(engine, state) == whole  # saving does not change the state
     assert finish_elsewhere(tmp_path / "state", there, cache) == whole
     assert os.listdir(tmp_path) == ["state"]
 

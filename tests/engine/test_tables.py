@@ -1,4 +1,4 @@
-"""One new entry in a table, and nothing else changed: a logits rule and a kind of runtime decode."""
+"""A logits rule and a kind of runtime decode after one new entry in a table and no other change."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def pair():
 
 @dataclass(frozen=True)
 class FavourId(Forgetful):
-    """``favoured_id``: this id is as good as certain."""
+    """``favoured_id``: this id is nearly certain."""
 
     reads_text = False
     options = (Option("favoured_id", -1, lambda v: v >= 0, "an id", per_row=True, ours=True),)
 
-    def values(self, asked, starts):
-        return column(asked, -1, torch.int32)
+    def values(self, requested, starts):
+        return column(requested, -1, torch.int32)
 
     def __call__(self, memory, text, logits):
         ids = torch.arange(logits.shape[-1], device=logits.device)

@@ -1,4 +1,4 @@
-"""What else transformers' ``generate`` takes: no name of it is unknown, what asks for nothing is taken."""
+"""Every argument of transformers' ``generate`` is known, and a value that asks for nothing is taken."""
 
 import inspect
 
@@ -68,23 +68,14 @@ def test_a_cache_that_rounds_is_refused():
             generate(target, drafter, cache_implementation=kind)
 
 
-# Each asks for something. Left out is what a call names itself, or reads from the ids.
+# Each asks for something. The names that a call gives itself, or reads from the ids, are left out.
 ASKED = {
-    "inputs": IDS,
-    "inputs_embeds": torch.zeros(1, 4, 32),
-    "logits_processor": [print],
-    "prefix_allowed_tokens_fn": print,
-    "synced_gpus": True,
-    "assistant_model": torch.nn.Linear(1, 1),
-    "negative_prompt_ids": IDS,
-    "negative_prompt_attention_mask": IDS,
-    "custom_generate": "some/repository",
-    "position_ids": torch.arange(4)[None] + 1,
-    "cache_position": torch.arange(4),
-    "token_type_ids": torch.ones(1, 4),
-    "mm_token_type_ids": torch.ones(1, 4),
-    "labels": IDS,
-}
+    "inputs": IDS, "inputs_embeds": torch.zeros(1, 4, 32), "logits_processor": [print],
+    "prefix_allowed_tokens_fn": print, "synced_gpus": True, "assistant_model": torch.nn.Linear(1, 1),
+    "negative_prompt_ids": IDS, "negative_prompt_attention_mask": IDS, "custom_generate": "some/repository",
+    "position_ids": torch.arange(4)[None] + 1, "cache_position": torch.arange(4),
+    "token_type_ids": torch.ones(1, 4), "mm_token_type_ids": torch.ones(1, 4), "labels": IDS,
+}  # fmt: skip
 NOT_ASKED = {"stopping_criteria", "self", "generation_config", "streamer", "kwargs"}
 
 
@@ -246,7 +237,7 @@ def test_what_custom_generate_is_not(pair):
 def test_drafters_that_were_not_taken_for_one(pair, tmp_path):
     target, drafter = pair
     publish(tmp_path)
-    other = AutoModel.from_pretrained(tmp_path)  # the config says qwen3
+    other = AutoModel.from_pretrained(tmp_path)  # the config names qwen3
     for entry in (
         lambda: generate(target, other),
         lambda: td.compile(target, other, runtime="eager", max_length=64),

@@ -88,7 +88,7 @@ def test_no_time_at_all_ends_with_the_first_read(pair, batch):
     ids=lambda option: "+".join(option),
 )
 def test_what_may_follow_beside_what_transformers_lists_behind_it(pair, batch, option):
-    """``prefix_allowed_tokens_fn`` stands before these in transformers' list."""
+    """``prefix_allowed_tokens_fn`` stands before these processors in transformers' list."""
     target, drafter = pair
     asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | option
     asked["prefix_allowed_tokens_fn"] = lambda row, ids: [*range(20, 60)]
@@ -150,7 +150,7 @@ def test_custom_generate_agrees_with_transformers_own_dflash(pair, batch):
     assert torch.equal(native, ours)
 
 
-class Recorder:  # as transformers' streamers are called
+class Recorder:  # the names of transformers' streamers
     def __init__(self):
         self.puts, self.ended = [], False
 
@@ -268,7 +268,7 @@ IMAGES |= {"patch_size": 14}
 
 
 def multimodal(name):
-    """A random model for text and images, whose generate prepares more than text needs."""
+    """A random model for text and images; its generate prepares more than text needs."""
     if name == "gemma3":
         config = Gemma3Config(
             text_config=SMALL | {"head_dim": 8, "sliding_window": 6},
@@ -293,7 +293,7 @@ def test_custom_generate_of_a_multimodal_model_that_is_given_text(batch, name):
 FOLDER = str(ROOT / "examples" / "in_a_repository")
 
 
-class Streamer:  # keeps what it is given
+class Streamer:  # keeps its input
     def __init__(self):
         self.put_ids, self.ended = [], False
 

@@ -1,4 +1,4 @@
-"""`generate`, `compile` and ``custom_generate`` as users of transformers meet them."""
+"""`generate`, `compile` and ``custom_generate`` follow transformers' conventions."""
 
 import copy
 import math
@@ -31,7 +31,6 @@ def target(pair):
 
 
 def plain(target, ids, mask=None, new=16, **options):
-    """transformers' own greedy text."""
     mask = torch.ones_like(ids) if mask is None else mask
     return target.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
 
@@ -51,7 +50,6 @@ def test_layout_is_that_of_transformers(target, pair):
     row = out[1, ids.shape[1] :].tolist()
     end = row.index(stop)  # the stop id is part of the text, padding follows
     assert set(row[end + 1 :]) <= {96}
-
     right = torch.stack([part.roll(-int((1 - real).sum())) for part, real in zip(ids, mask, strict=True)])
     real = mask.flip(1)
     shifted = td.generate(target, pair[1], right, real, max_new_tokens=16, runtime="eager")

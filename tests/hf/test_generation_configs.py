@@ -1,4 +1,4 @@
-"""A model with the generation config of a much used one decodes with no option given."""
+"""A model with the generation config of a popular one decodes without options."""
 
 import copy
 
@@ -22,7 +22,7 @@ def prompts():
 
 @pytest.fixture
 def pair(request, prompts):
-    """A pair whose target has a config of `CONFIGS`, with ids that its greedy texts come to hold."""
+    """A pair whose target has a config of `CONFIGS`, with ids that occur in its greedy texts."""
     target, drafter = make_pair("llama", agree=6.0)
     with torch.no_grad():
         target.lm_head.weight.mul_(0.3)  # so flat that every filter takes something away
@@ -47,7 +47,7 @@ def doors(target, drafter, runtime):
 
 
 def by_hand(target, drafter, prompts, **options):
-    """The same with every option of the target's config given in the call."""
+    """The call with every option of the target's config written out."""
     bare = copy.deepcopy(target)
     bare.generation_config = GenerationConfig()
     given = target.generation_config.to_diff_dict()
@@ -56,7 +56,7 @@ def by_hand(target, drafter, prompts, **options):
 
 
 def probabilities(target, prompts, rows, patch):
-    """transformers' own of the new tokens of ``rows``, as if it had drawn them."""
+    """transformers' own probabilities of the new tokens of ``rows``, as if transformers had drawn them."""
     told = []
 
     def draw(probs, num_samples):
@@ -71,7 +71,7 @@ def probabilities(target, prompts, rows, patch):
 
 
 def check(target, ours, drafter, prompts, stops, runtime, patch):
-    """That ``ours``, with no option given, says what transformers' ``generate`` says of ``target``."""
+    """Asserts that ``ours`` without options gives the text of transformers' ``generate`` with ``target``."""
     sampled = bool(target.generation_config.do_sample)
     greedy = target.generate(**prompts, do_sample=False)
     assert greedy.shape[1] > 8 and any(set(row[WIDTH:].tolist()) & {*stops} for row in greedy)
@@ -115,7 +115,7 @@ LOST += [("suppress lists", "begin_suppress_tokens"), ("Phi-3 and 3.5", "eos_tok
 def test_a_lost_option_would_show(pair, prompts, name, monkeypatch):
     target, drafter, stops = pair
     ours = copy.deepcopy(target)
-    # Of several stop ids the first is what is easily kept.
+    # A mistake would keep the first of several stop ids alone.
     setattr(ours.generation_config, name, stops[0] if name == "eos_token_id" else None)
     with pytest.raises(AssertionError):
         check(target, ours, drafter, prompts, stops, "eager", monkeypatch)

@@ -1,4 +1,4 @@
-"""Grammars: the text is that of plain decoding under the same matcher, in blocks, through every door."""
+"""With a grammar the text is that of plain decoding under the same matcher, through every door."""
 
 import json
 import re
@@ -31,7 +31,7 @@ SCHEMA = {
 }
 PATTERN = "([0-9]{1,3}|ab|é)(-([0-9]{1,3}|ab|é)){5,}"
 LARK = 'start: "[" pair ("," pair)* "]"\npair: /[a-c]{1,2}/ "=" /[0-9]+/'
-# Some tokens are several characters, of which a grammar may end in the middle; "é" is two bytes, and a token.
+# Some tokens are several characters, and a grammar may end in their middle; "é" is two bytes, and a token.
 MERGES = ['{ "', '" :', "t r", "tr u", "tru e", "] }", '[ "', "[ a", "a b", "1 2", "- 1", ", b", "Ã ©", "= 1"]
 TOKENIZER = byte_tokenizer(merges=[tuple(pair.split()) for pair in MERGES])
 TOKENIZER.add_tokens(["ab-", "yes|no"])  # no bytes of the BPE's
@@ -39,7 +39,6 @@ TOKENIZER.add_special_tokens({"additional_special_tokens": ["[b=1]"]})  # which 
 
 
 def ids_of(belongs):
-    """Ids of the tokens whose text does."""
     return [token for token in range(len(TOKENIZER)) if belongs(TOKENIZER.decode([token]))]
 
 
@@ -58,7 +57,7 @@ def read_tokenizer():
     return llguidance.hf.from_tokenizer(TOKENIZER)
 
 
-class Reference:  # as transformers' users write it: a matcher made anew for every row and token
+class Reference:  # the way of transformers' users: a new matcher for every row and token
     def __init__(self, kind, starts):
         self.tokenizer = read_tokenizer()
         text = {"json": json.dumps(SCHEMA), "lark": LARK}.get(kind, PATTERN)
@@ -148,7 +147,7 @@ def test_eager_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
 
 
 def test_recurrent_layers_keep_to_a_grammar(batch):
-    """Held against rows without padding: in transformers' recurrent layers padding is no identity."""
+    """The rows have no padding: in transformers' recurrent layers padding changes the state."""
     target, want = make_hybrid("qwen3_5", vocab_size=VOCAB), []
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         row = ids[mask.bool()][None]
@@ -183,7 +182,7 @@ def test_xla_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
     drafted, stats = ours((pair[0], copier(batch, want)), batch, make_grammar(kind), runtime="xla")
     assert drafted == want and stats.mean_acceptance_length > 2
     assert stats.host_reads < stats.rounds
-    # The program ends no sooner than it notices that all rows have: a pass more asks once more.
+    # The program ends one pass after the last row, and this pass asks once more.
     reads = 0 if kind == "table" else stats.rounds + 1
     assert stats.grammar_reads == reads
 
@@ -209,7 +208,7 @@ def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch, e
     with refuses(ValueError, "new token 0", "none was left", "suppress_tokens"):
         braces = ids_of(lambda text: text[:1] == "{")
         engine.generate(**batch, grammar=json_, suppress_tokens=braces, **asked({}))
-    assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and it goes on
+    assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and decodes the next call
 
 
 def test_an_interrupt_while_a_program_asks_the_host_is_an_interrupt(batch, engine, monkeypatch):
@@ -302,7 +301,7 @@ def test_a_session_goes_on_under_another_grammar(pair):
 
 
 def test_answers_follow_from_the_tokens_alone():
-    """Whatever was asked before, of other texts and other drafts, and in which order."""
+    """Earlier questions about other texts and drafts, in any order, change no answer."""
     row = make_grammar("json").row((STOP,), VOCAB)
     text = TOKENIZER('{"kind":"bc","tags":[true,false]}')["input_ids"]
     other = TOKENIZER('{ "kind" : "a"')["input_ids"]
@@ -376,7 +375,7 @@ def test_an_end_that_is_allowed_early_is_caught(pair, batch, monkeypatch, device
     grammar = regex("[0-9]{2,}", device)
     wish = td.BlockProcessor(lambda tokens, length, logits: logits + 99.0 * (torch.arange(VOCAB) == STOP))
     rows, _ = ours(pair, batch, grammar, processors=(wish,))
-    assert all(row[2:] == [STOP] for row in rows)  # as soon as it may end, and no sooner
+    assert all(row[2:] == [STOP] for row in rows)  # as soon as the grammar allows the end, and no sooner
     monkeypatch.setattr(
         "torch_dflash.processors.grammars.only",
         lambda bits, logits: torch.where(torch.arange(VOCAB) == STOP, logits, only(bits, logits)),
@@ -386,7 +385,7 @@ def test_an_end_that_is_allowed_early_is_caught(pair, batch, monkeypatch, device
 
 
 def test_a_tree_may_hold_ids_that_no_token_has(pair, batch):
-    """A model's vocabulary is wider than its tokenizer's; the matcher does not know the rest."""
+    """A model's vocabulary is wider than its tokenizer's; the matcher does not know the other ids."""
     target, _ = pair
     drafter = make_drafter(target, num_hidden_layers=1, target_layer_ids=[0, 1])
     grammar = regex("(a|b|[0-9])+(e(f|g)?|h)*")
@@ -397,7 +396,7 @@ def test_a_tree_may_hold_ids_that_no_token_has(pair, batch):
 @pytest.mark.parametrize("kind", ["regex", "table"])
 def test_an_error_names_the_row_of_the_call_where_a_replica_has_some_of_them(kind):
     batch = Batch(1, [4] * 2, [(STOP,)] * 2, False, VOCAB)
-    asked = GrammarMatcher.asked({"grammar": [None, make_grammar(kind)]}, batch)
+    asked = GrammarMatcher.read_options({"grammar": [None, make_grammar(kind)]}, batch)
     grammar = next(values[1] for _, values in asked if values[1] is not None)
     with refuses(ValueError, "row 1: token 0, new token 0"):
         grammar.check([STOP])

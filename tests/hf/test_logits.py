@@ -1,4 +1,4 @@
-"""Scores, logits and log-probabilities of new tokens: transformers' own, through every door and in blocks."""
+"""Scores, logits and log-probabilities of new tokens are transformers' own, through every door."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def close(found, want):
 
 
 def check(pair, batch, out, options, whole=True):
-    """``out`` holds transformers' values of each row's own tokens, and nothing behind its end."""
+    """Asserts that ``out`` holds transformers' values for each row's tokens, and none behind its end."""
     width = batch["input_ids"].shape[1]
     new, rows = out.sequences.shape[1] - width, zip(*batch.values(), strict=True)
     for at, (row, tokens) in enumerate(zip(rows, out.new_tokens, strict=True)):
@@ -76,7 +76,7 @@ def test_greedy_values_are_those_of_transformers(pair, batch, name):
 
 @pytest.fixture(scope="module")
 def scripted(pair, batch):
-    """A proposer whose drafts are all right for the first row and some for the second; stops in mid-block."""
+    """A proposer with right drafts for the first row and some for the second; stops lie inside of blocks."""
     rows = zip(*batch.values(), strict=True)
     texts = [theirs(pair, row, {})[1].sequences[0].tolist() for row in rows]
     starts = batch["attention_mask"].sum(1).tolist()
@@ -212,7 +212,7 @@ def test_nothing_is_kept_that_was_not_asked_for(pair, batch):
     assert state.record == {} and engine.plan.outputs == ()
     out = td.generate(*pair, **batch, runtime="eager", return_dict_in_generate=True, max_new_tokens=4)
     assert (out.scores, out.logits, out.logprobs, out.top_ids) == (None,) * 4
-    # As in transformers, without a place to go.
+    # As in transformers, without an effect.
     quiet = {"output_scores": True, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(td.generate(*pair, **batch, runtime="eager", **quiet), out.sequences)
 

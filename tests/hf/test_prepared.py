@@ -1,4 +1,4 @@
-"""A user's processors and criteria, through ``target.generate(custom_generate=...)``: honoured or refused."""
+"""``target.generate(custom_generate=...)`` honours or refuses a user's processors and criteria."""
 
 import copy
 
@@ -42,7 +42,7 @@ WIDTH = 7
 
 
 def ignoring(lengths):
-    """A repetition penalty with a length for each row, as newer versions of transformers make it."""
+    """A repetition penalty with a length for each row, as newer versions of transformers have."""
     penalty = RepetitionPenaltyLogitsProcessor(2.0)
     penalty.prompt_ignore_length = torch.tensor(lengths)
     return penalty
@@ -50,12 +50,11 @@ def ignoring(lengths):
 
 @pytest.fixture(scope="module")
 def text(pair, batch):
-    """The target's free greedy text."""
     return pair[0].generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
 
 def both(pair, batch, **options):
-    """What transformers says by itself, and through block decoding."""
+    """The output of transformers by itself, and of transformers with block decoding."""
     asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
     block = td.dflash(pair[1], runtime="eager", seed=3)
     return pair[0].generate(**batch, **asked), pair[0].generate(**batch, **asked, custom_generate=block)
@@ -123,7 +122,7 @@ def test_what_the_options_alone_make_reads_back(pair, batch):
         *pair, **batch, **asked, max_new_tokens=NEW, pad_token_id=0, seed=3, runtime="eager"
     )
     assert torch.equal(both(pair, batch, **asked)[1], expected)
-    # Of two warpers the stricter counts, of two temperatures the product.
+    # The stricter of two warpers counts, and the product of two temperatures.
     warpers = [TemperatureLogitsWarper(1.4), TopKLogitsWarper(20)]
     loose = asked | {"temperature": 0.5, "logits_processor": LogitsProcessorList(warpers)}
     assert torch.equal(both(pair, batch, **loose)[1], expected)
@@ -155,7 +154,7 @@ class Quiet(TopKLogitsWarper):  # a subclass may do anything
     pass
 
 
-class Loud(LogitsProcessor):  # reads how large scores are
+class Loud(LogitsProcessor):  # reads the size of scores
     def __call__(self, input_ids, scores):
         return torch.where(scores > -1.0, -50.0, scores)
 
@@ -244,7 +243,7 @@ def test_neutral_options_that_transformers_makes_a_processor_of(pair, batch, tex
     assert torch.equal(target.generate(**batch, **options, custom_generate=block), text)
 
 
-class Shorter(MaxLengthCriteria):  # a subclass may do anything: it is asked for every token
+class Shorter(MaxLengthCriteria):  # a subclass may do anything: block decoding asks it for every token
     pass
 
 
@@ -292,7 +291,7 @@ def test_what_reads_scores_is_asked_in_the_order_of_the_list(pair, batch, text, 
 
 
 def test_lists_stand_for_what_is_asked_even_where_the_config_says_more(pair, batch, text):
-    # A caller of our own, with a config alone.
+    # A direct caller, with a config alone.
     config = GenerationConfig(max_length=text.shape[1], pad_token_id=0)
     block = td.dflash(pair[1], runtime="eager")
     assert torch.equal(block(pair[0], **batch, generation_config=config), text)

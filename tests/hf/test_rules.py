@@ -1,4 +1,4 @@
-"""Penalties, bans, forced ids and ends as transformers knows them: its own text, through both doors."""
+"""With penalties, bans, forced ids and ends of transformers the text is its own, through both doors."""
 
 import pytest
 import torch
@@ -48,12 +48,11 @@ def plain(pair, batch):
 
 @pytest.fixture
 def config(pair, monkeypatch):
-    """The target's own config, of these fields."""
     return lambda **fields: monkeypatch.setattr(pair[0], "generation_config", GenerationConfig(**fields))
 
 
 def in_both(pair, batch, option, make, **options):
-    """(output, the user's code) of transformers' loop and of ours, which have code of ``make`` each."""
+    """(Output, user code) of transformers' loop and of ours; each has its own code from ``make``."""
     kind, found = {"logits_processor": LogitsProcessorList, "stopping_criteria": StoppingCriteriaList}, []
     for call in ({}, {"custom_generate": td.dflash(pair[1], runtime="eager")}):
         listed = {option: kind[option]([code := make()])}
@@ -62,7 +61,7 @@ def in_both(pair, batch, option, make, **options):
 
 
 def cases(plain):
-    """Options that change this text: its tokens are those that are banned, forced and biased."""
+    """Options that change this text: they ban, force and bias its tokens."""
     first, second = plain
     stop = max(set(first), key=first.count)
     return {
@@ -177,7 +176,7 @@ def test_a_time_ends_all_rows(pair, batch, plain):
     assert ours(pair, batch, max_time=900.0)[0] == plain
 
 
-class Counted:  # bans the id that it banned least: it must be asked once for each token
+class Counted:  # bans the id that it banned least: one call for each token is right
     def __init__(self):
         self.asked = []
 
@@ -194,7 +193,7 @@ def assert_asked_alike(calls):
 
 @pytest.mark.parametrize("masked", [0, 7])
 def test_a_users_processor_is_asked_what_transformers_asks(pair, batch, masked):
-    ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, masked)  # which is no padding token
+    ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, masked)  # no padding token
     assert (ids == masked).any()
     assert_asked_alike(in_both(pair, batch | {"input_ids": ids}, "logits_processor", Counted))
 
@@ -229,7 +228,7 @@ def test_a_users_criterion_is_asked_what_transformers_asks(pair, batch):
             self.asked = [*getattr(self, "asked", []), ids.clone()]
             return torch.tensor([len(self.asked) >= 4, len(self.asked) >= 9])
 
-    # Without a stop id transformers goes on with rows that have ended.
+    # Without a stop id transformers continues rows that have ended.
     calls = in_both(pair, batch, "stopping_criteria", Odd, eos_token_id=96)
     assert_asked_alike(calls)
     assert len(calls[0][1].asked) == 9
@@ -289,7 +288,7 @@ def test_a_criterion_may_answer_for_all_rows(pair, batch, answer):
 
 @pytest.mark.parametrize("least", [{"min_new_tokens": new} for new in (3, 0, 11)] + [{}], ids=str)
 def test_a_number_of_new_tokens_replaces_that_of_all(pair, batch, least):
-    row = {name: value[1:] for name, value in batch.items()}  # padded, which counts
+    row = {name: value[1:] for name, value in batch.items()}  # padded: padding counts
     options = least | {"eos_token_id": 33, "min_length": 31}
     plain, block = through_transformers(pair, row, **options)
     assert torch.equal(block, plain)
@@ -309,7 +308,7 @@ def test_the_models_own_least_length_gives_way_too(pair, batch, config):
 
 def test_penalties_of_servers_are_no_field_of_a_config(pair, batch, plain, config):
     config(presence_penalty=4.0, frequency_penalty=2.0)
-    assert ours(pair, batch)[0] == plain  # as transformers, which keeps such fields and heeds none
+    assert ours(pair, batch)[0] == plain  # as transformers, which keeps and ignores such fields
     assert ours(pair, batch, presence_penalty=4.0)[0] != plain
 
 
@@ -340,7 +339,7 @@ def test_a_stop_id_that_is_named_twice_grows_once(pair, batch):
 
 @pytest.mark.parametrize("stop, extra", [(47, 0), (96, 0), (47, 3)])
 def test_what_a_users_code_sees_has_transformers_columns(pair, batch, stop, extra):
-    """Also after the longest row has ended, and where every row is padded."""
+    """The columns agree also after the end of the longest row, and where every row is padded."""
     blank = torch.zeros(2, extra, dtype=torch.long)
     batch = {name: torch.cat([blank, value], dim=1) for name, value in batch.items()}
 
@@ -404,7 +403,7 @@ def test_a_pure_processor_sees_each_row_without_padding_behind_it(pair):
         wanted = (ids[:, -1] * 7 + 3) % scores.shape[1]
         return scores + 6.0 * torch.nn.functional.one_hot(wanted, scores.shape[1])
 
-    batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [20, 21, 22, 23]])}  # gain at other rates
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [20, 21, 22, 23]])}  # uneven acceptance
     want = pair[0].generate(**batch, **asked({"logits_processor": LogitsProcessorList([after])}))
     pure = (td.HostProcessor(after, pure=True),)
     assert torch.equal(td.generate(*pair, **batch, runtime="eager", processors=pure, **asked({})), want)
@@ -425,7 +424,7 @@ def test_a_row_without_a_number_of_new_tokens_heeds_that_of_all(pair, plain, bat
 
 
 def test_a_forced_first_token_moves_what_may_not_begin(pair):
-    """transformers lets the bans of the beginning wait for the token after a forced one."""
+    """transformers applies the bans of the beginning to the token after a forced one."""
     one = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
     plain, _ = through_transformers(pair, one, forced_bos_token_id=7)
     options = {"forced_bos_token_id": 7, "begin_suppress_tokens": [int(plain[0, 1])]}
@@ -434,7 +433,7 @@ def test_a_forced_first_token_moves_what_may_not_begin(pair):
 
 
 def test_of_ids_that_are_forced_those_that_are_suppressed_are_left_out(pair):
-    """As transformers, whose bans come after what is forced; where none is left there is nothing to say."""
+    """Bans come after forced ids, as in transformers; if no id is left, the call is refused."""
     one, two = (
         {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         for ids in ([5], [5, 6])

@@ -1,4 +1,4 @@
-"""Every streamer of transformers', by each way that it can be given; none may leave its reader waiting."""
+"""Every streamer of transformers, given in each way, never leaves its reader waiting."""
 
 import asyncio
 import copy
@@ -56,7 +56,7 @@ def assert_printed(pair, ids, capsys, loop):
 
 
 def calls(target, drafter, ids):
-    """The ways to give a streamer, by name: each a function of the streamer."""
+    """The ways to give a streamer, by name; each is a function of the streamer."""
     options = {"max_new_tokens": NEW, "do_sample": False}
     bound, block = partial(td.dflash, drafter, runtime="eager"), td.dflash(drafter, runtime="eager")
 
@@ -112,7 +112,7 @@ def word_tokenizer():
 
 def test_both_ways_through_a_pipeline_say_its_text(pair):
     target, drafter = copy.deepcopy(pair)
-    target.config.eos_token_id = 3  # as a model on the hub has one, and a drafter none
+    target.config.eos_token_id = 3  # a model on the hub has a stop id, and a drafter has none
     whole = {"model": target, "tokenizer": word_tokenizer(), "device": "cpu"}
     pipe, options = pipeline("text-generation", **whole), {"max_new_tokens": 6, "do_sample": False}
     want = pipe("w5 w6 w7", **options)
@@ -121,7 +121,7 @@ def test_both_ways_through_a_pipeline_say_its_text(pair):
         {"assistant_model": drafter, "speculation_type": "dflash"},
     ):
         assert pipe("w5 w6 w7", **options, **way) == want
-    with pytest.raises(ValueError, match="different tokenizer"):  # which is why the pages name those two
+    with pytest.raises(ValueError, match="different tokenizer"):  # the reason why the pages name those two
         pipeline("text-generation", **whole, assistant_model=drafter)
 
 
@@ -179,7 +179,7 @@ def test_a_callers_variable_of_that_name_is_not_taken(pair, ids):
 
 
 def test_a_streamer_is_of_one_generation_of_one_model(pair, ids, capsys):
-    """What a custom generate asks other models, or asks once more, is not what its reader waits for."""
+    """The reader gets the outer call alone, without a custom generate's further calls of any model."""
     other, drafter = tiny.make_pair(agree=2.5)
     block = td.dflash(drafter, runtime="eager")
 
@@ -227,14 +227,14 @@ def test_a_generate_that_was_wrapped_is_found(pair, ids, capsys, monkeypatch):
 LONG = 20
 
 
-class Halves:  # even ids are first bytes of a character and odd ones second bytes: any cut may split one
+class Halves:  # even ids are first bytes of a character and odd ids second bytes: any cut may split one
     def decode(self, ids, skip_special_tokens=True):
         text = bytes(0xA0 + token // 2 % 32 if token % 2 else 0xC3 for token in ids)
         return text.decode(errors="replace")
 
 
 def stream(pair, batch, **options):
-    """(the rows' tokens, their texts, which tokens were drafted, pieces) of a whole stream."""
+    """(The rows' tokens, their texts, marks of drafted tokens, pieces) of a whole stream."""
     asked = {"max_new_tokens": LONG, "do_sample": False, "eos_token_id": None, "tokenizer": Halves()}
     asked |= options
     pieces = list(td.stream(*pair, **batch, **asked))
@@ -254,7 +254,7 @@ def test_pieces_together_are_the_whole(pair, batch, runtime, rounds):
     assert any("\xe0" <= letter <= "\xff" for letter in texts[0])  # a whole character, of two tokens
     assert [piece.done for piece in pieces[-1]] == [True, True] and len(pieces) > 2
     assert not any(piece.done for piece in pieces[0])
-    # Of a pass all but the last token were drafted; where the cap cut one, that last token was not reached.
+    # All but the last token of a pass were drafted; a pass that the cap cut does not reach the last token.
     lengths, capped = whole.stats.acceptance_lengths, whole.stats.capped
     wanted = [sum(row) - len(row) + cut for row, cut in zip(lengths, capped, strict=True)]
     assert [sum(row) for row in drafted] == wanted

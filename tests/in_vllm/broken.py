@@ -1,4 +1,4 @@
-"""What may be broken, each on purpose: a test does so with every one and expects the replay to notice."""
+"""Faults of the vLLM integration on purpose: a test makes each and expects the replay to notice."""
 
 import jax.numpy as jnp
 import torch
@@ -14,7 +14,7 @@ ALL = {}
 
 
 def replaces(owner, name):
-    """A function ``broken(original) -> replacement`` of the attribute ``name``."""
+    """Registers ``broken(original) -> replacement`` for the attribute ``name``."""
 
     def listed(broken):
         ALL[broken.__name__] = lambda patch: patch.setattr(owner, name, broken(getattr(owner, name)))
@@ -66,7 +66,7 @@ def pages_of_the_request_beside(attend):
 
 @replaces(Proposer, "propose")
 def tables_of_the_step_before(propose):
-    """Requests that were condensed, or got a page, read and write pages of others."""
+    """Requests that moved in the batch, or got a page, read and write pages of others."""
     tables = []
 
     def stale(self, *args, **named):
@@ -122,7 +122,7 @@ def head_dim_by_division(init):
 
 @replaces(PagedDrafter, "draft")
 def block_rows_written(draft):
-    """No later draft reads them, for the accepted ones are written again: `watch_pages` alone shows them."""
+    """Only `watch_pages` shows these rows: accepted rows are written again, so no later draft reads them."""
 
     def writing(self, anchor, length, attend, embed, head):
         inner = [cell.cell_contents for cell in attend.__closure__]

@@ -1,4 +1,4 @@
-"""Engines of this process, and what vLLM's scheduler sees while they decode."""
+"""Engines of this process, and records of vLLM's scheduler while they decode."""
 
 import gc
 from dataclasses import dataclass
@@ -7,17 +7,10 @@ import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 
 OPTIONS = {
-    "skip_tokenizer_init": True,
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 256,
-    "block_size": 16,
-    "num_gpu_blocks_override": 128,
-    "disable_log_stats": False,
-    "enable_prefix_caching": False,
-    "async_scheduling": False,
-    "dtype": "bfloat16",
-}
+    "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256,
+    "block_size": 16, "num_gpu_blocks_override": 128, "disable_log_stats": False,
+    "enable_prefix_caching": False, "async_scheduling": False, "dtype": "bfloat16",
+}  # fmt: skip
 GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 
 

@@ -1,4 +1,4 @@
-"""Pallas' interpreter for TPUs, for kernels that see a part of a buffer as another type or shape.
+"""Pallas' interpreter for TPU kernels that read a part of a buffer as another type or shape.
 
 The interpreter of jax 0.11.2 knows indices alone. Other parts are views of the whole buffer here, for types
 of one width.
@@ -19,7 +19,7 @@ GET, SWAP, STORE = (one.__wrapped__ for one in (interpreter.get, interpreter.swa
 
 @contextmanager
 def on_cpu():
-    """Kernels for TPUs that are traced within run in the interpreter."""
+    """Runs kernels for TPUs that are traced within in the interpreter."""
     with (
         patch.object(interpreter, "get", unless_indexed(GET, read)),
         patch.object(interpreter, "swap", unless_indexed(SWAP, swap)),

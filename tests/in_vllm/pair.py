@@ -12,11 +12,8 @@ VOCAB, MASK, BLOCK = 250, 249, 6  # vLLM pads the vocabulary to 256
 SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-CLASSES = {"qwen3": "Qwen3ForCausalLM", "ministral": "MistralForCausalLM"}  # as vLLM calls them
-WINDOWED = {
-    "layer_types": ["full_attention", "sliding_attention"] * 2,
-    "sliding_window": 8,
-}
+CLASSES = {"qwen3": "Qwen3ForCausalLM", "ministral": "MistralForCausalLM"}  # vLLM's names
+WINDOWED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}
 pairs.FAMILIES["ministral"] = (MinistralForCausalLM, MinistralConfig, WINDOWED)
 
 
@@ -73,14 +70,13 @@ def as_speculators(config):
 
 
 def word_tokenizer():
-    """One word an id, ``w0 w1 ...``; the last is the mask, the first stands for unknown ones."""
+    """A tokenizer with one word an id, ``w0 w1 ...``; the last is the mask, the first an unknown word."""
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, "w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
 
 
 def prompts(count, seed=0, longest=60):
-    """Random prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest, (count,), generator=generator).tolist()
     return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in lengths]

@@ -1,4 +1,4 @@
-"""What a drafter drafts at each recorded step, from the emitted text alone: transformers' target, float32."""
+"""A drafter's drafts at each recorded step, from the emitted text alone: transformers' target, float32."""
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -33,7 +33,7 @@ class Replay:  # drafts and logits of a pair in float32, whole texts at a time
     def compare(self, request, count):
         """Counts of a recorded request.
 
-        Drafts, tokens accepted in vLLM, tokens accepted here, drafts of which as many are accepted; without
+        Drafts, tokens accepted in vLLM, tokens accepted here, drafts with equal acceptance; without
         async scheduling also drafted tokens, and those of them that are drafted here.
         """
         text = request["prompt"] + [token for *_, gained in request["steps"] for token in gained]
@@ -50,7 +50,7 @@ class Replay:  # drafts and logits of a pair in float32, whole texts at a time
             accepted = min(len(mine), len(following)) if accepted is None else accepted
             found[0] += 1
             found[1] += len(gained) - 1
-            # The last token of a text is followed by nothing that could be compared.
+            # No token that could be compared follows the last token of a text.
             found[2] += min(accepted, len(text) - 1 - at)
             found[3] += accepted == len(gained) - 1
             if -1 not in drafts:
@@ -58,14 +58,14 @@ class Replay:  # drafts and logits of a pair in float32, whole texts at a time
                 found[5] += sum(a == b for a, b in zip(mine, drafts, strict=True))
         return found
 
-    def says_greedily(self, prompt, text, gap):
+    def says_greedily(self, prompt, text, gap) -> bool:
         """Whether each token of a text has the highest logit, or one that is less than ``gap`` below."""
         _, logits = self.read(prompt + text)
         said = logits[len(prompt) - 1 : -1]
         return bool((said.amax(-1) - said.gather(-1, torch.tensor(text)[:, None])[:, 0] < gap).all())
 
-    def parts_at_a_tie(self, prompt, one, other, gap):
-        """Whether two texts are equal, or part first where float32 logits differ by less than ``gap``."""
+    def parts_at_a_tie(self, prompt, one, other, gap) -> bool:
+        """Whether two texts are equal, or first differ where float32 logits differ by less than ``gap``."""
         at = next((k for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
         if at is None:
             return True
@@ -76,7 +76,7 @@ class Replay:  # drafts and logits of a pair in float32, whole texts at a time
 def law(logits, temperature, top_k, top_p, slack=0.0):
     """The exact law of tokens [T, V]: the temperature, then the ``top_k`` best, then the first ``top_p``.
 
-    ``slack``: what may be missing to a greedy token's logit, and beyond ``top_p``.
+    ``slack``: the tolerance on a greedy token's logit, and beyond ``top_p``.
     """
     if not temperature:
         return (logits >= logits.amax(-1, keepdim=True) - slack).float()

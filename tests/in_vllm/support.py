@@ -12,7 +12,7 @@ FOLDER = Path(tempfile.mkdtemp(prefix="in_vllm_"))
 DRAFTS = pair.BLOCK - 1
 PAIRS = {
     "tied": {},
-    "apart": {"agree": 0.0},  # drafts from all tokens, of which few are accepted: each shows what it saw
+    "apart": {"agree": 0.0},  # drafts from all tokens, few of them accepted: each depends on the rows it read
     "flat": {"agree": 2.0, "scale": 0.2},  # many tokens are likely, as with targets that were trained
     "untied": {"target": {"tie_word_embeddings": False}},
     "windows": {
@@ -31,7 +31,6 @@ PAIRS = {
 
 @cache
 def pair_folder(name):
-    """The folder of a pair of `PAIRS`."""
     folder = FOLDER / name
     folder.mkdir()
     pair.save(folder, **PAIRS[name])
@@ -40,7 +39,6 @@ def pair_folder(name):
 
 
 def options_of(name, drafted=True):
-    """An engine's options for a pair."""
     folder = pair_folder(name)
     found = {"model": str(folder / "target")}
     if drafted:
@@ -51,7 +49,6 @@ def options_of(name, drafted=True):
 
 @cache
 def replay_of(name):
-    """The replay of a pair's texts."""
     return Replay(pair_folder(name) / "target", pair_folder(name) / "drafter")
 
 
@@ -59,7 +56,7 @@ _known = {}
 
 
 def run(name, batches, drafted=True, keep=True, **options):
-    """The answer of an engine with the pair ``name``; the same question is asked once."""
+    """The answer of an engine with the pair ``name``; the engine answers the same question once."""
     key = repr((name, batches, drafted, sorted(options.items())))
     if key not in _known or not keep:
         answer = engine.run(batches, **options_of(name, drafted), **options)

@@ -1,4 +1,4 @@
-"""Requests of every kind that draft beside each other: texts, laws and log-probabilities without drafting."""
+"""Requests of every kind in one batch keep the texts, laws and log-probabilities of plain decoding."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def mixed():
 def test_greedy_requests_are_exact_beside_sampled_ones_which_keep_their_law(async_scheduling, recwarn):
     """With and without log-probabilities and grammars, in one batch, against the target's float32 logits.
 
-    The files hold bfloat16, and vLLM computes in float32: nothing is said of features that are cast.
+    The files hold bfloat16, and vLLM computes in float32: the test does not cover features that are cast.
     """
     options = IN_WORDS | {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     drafted = run("flat", [mixed()], async_scheduling=async_scheduling, **options)
@@ -116,7 +116,7 @@ def test_greedy_requests_are_exact_beside_sampled_ones_which_keep_their_law(asyn
 
 
 def test_a_draft_that_cannot_be_is_rejected_where_the_number_drawn_is_0(monkeypatch):
-    """Upstream's own functions; a uniform number of [0, 1) is 0 once in eight million."""
+    """Upstream's own functions reject such a draft; a uniform number of [0, 1) is 0 once in eight million."""
     monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.zeros(shape))
     logits, drafts = jnp.array([[5.0, 4.0, 0.0]] * 2), jnp.array([1, 1])
     params = {"temperature": [-1.0, 0.6], "top_k": [0, 1], "top_p": [1.0, 1.0]}
@@ -128,7 +128,7 @@ def test_a_draft_that_cannot_be_is_rejected_where_the_number_drawn_is_0(monkeypa
 
 
 def test_columns_that_pad_a_vocabulary_lose():
-    """This release cuts them off by itself; another may not."""
+    """This release cuts the columns off by itself; another may not."""
     runner = SimpleNamespace(
         compute_logits_fn=lambda target, rows, lora: jnp.full((len(rows), 256), 1e4).at[:, :250].set(0),
         model_config=SimpleNamespace(get_vocab_size=lambda: 250),

@@ -1,4 +1,4 @@
-"""Groups of pages as vLLM makes them of a target whose layers have windows in part, and of a drafter."""
+"""vLLM's groups of pages for a target with windows in part of its layers, and for a drafter."""
 
 from types import SimpleNamespace
 
@@ -8,20 +8,20 @@ from vllm.v1.core import kv_cache_planning as planning
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from jax_bridge.vllm.proposer import LAYER, Proposer
-from jax_bridge.vllm.worker import counted_alike
+from jax_bridge.vllm.worker import padded_page_specs
 
 DRAFTERS = {"one shape": (2, 128), "a smaller shape": (1, 64), "a larger shape": (4, 128)}
 
 
 def spec(heads, dim, window=None):
     kind, more = (SlidingWindowSpec, {"sliding_window": window}) if window else (FullAttentionSpec, {})
-    size = 16 * heads * 2 * dim * 2  # as tpu-inference gives it
+    size = 16 * heads * 2 * dim * 2  # tpu-inference's form
     common = {"block_size": 16, "num_kv_heads": heads, "head_size": dim, "dtype": torch.bfloat16}
     return kind(page_size_padded=size, **common, **more)
 
 
 def specs(heads, dim, layers=("full", "window") * 2):
-    """Page specifications of a target with windows in part, and of a drafter of two layers."""
+    """Page specifications of a target with windows in part of its layers, and of a drafter of two layers."""
     found = {f"layer.{at}": spec(2, 128, 8 if kind == "window" else None) for at, kind in enumerate(layers)}
     return found | {LAYER.format(at): spec(heads, dim) for at in range(2)}
 
@@ -32,7 +32,7 @@ def groups_of(found):
 
 @pytest.mark.parametrize("shape", DRAFTERS)
 def test_places_are_found_by_name(shape):
-    groups = groups_of(counted_alike(specs(*DRAFTERS[shape])))
+    groups = groups_of(padded_page_specs(specs(*DRAFTERS[shape])))
     assert len(groups) == 3
     index = {name: at for at, name in enumerate(name for group in groups for name in group.layer_names)}
     runner = SimpleNamespace(
@@ -51,7 +51,7 @@ def test_places_are_found_by_name(shape):
 @pytest.mark.parametrize("shape", DRAFTERS)
 def test_pages_are_counted_with_each_array_that_is_taken(shape):
     """tpu-inference takes an array for each place in a group and each shape; vLLM counts a group's pages."""
-    found = counted_alike(specs(*DRAFTERS[shape]))
+    found = padded_page_specs(specs(*DRAFTERS[shape]))
     groups = groups_of(found)
     counted = max(sum(found[name].page_size_bytes for name in group.layer_names) for group in groups)
     places = {(at, found[name].num_kv_heads, found[name].head_size)
@@ -61,10 +61,10 @@ def test_pages_are_counted_with_each_array_that_is_taken(shape):
 
 def test_specifications_of_one_kind_stay_as_they_are():
     found = specs(1, 64, layers=("full",) * 4)
-    assert counted_alike(found) is found
+    assert padded_page_specs(found) is found
 
 
 def test_vllm_makes_no_groups_of_pages_of_two_sizes_alone():
-    """Why `counted_alike` is there; once vLLM does, it may go."""
+    """vLLM's limit is the reason for `counted_alike`."""
     with pytest.raises(AssertionError):
         groups_of(specs(1, 64))

@@ -1,7 +1,7 @@
-"""Our drafter in vLLM on CPUs: the texts are those without drafting, and the drafts those of a replay.
+"""Our drafter in vLLM on CPUs gives the texts of plain decoding, and the drafts of a replay.
 
 The replay (`replay.py`) reads the emitted text alone. A draft that saw another request's pages, a rejected
-row or another tap is a draft that the replay does not make, though the text stays right.
+row or another tap differs from the replay's draft, though the text stays right.
 """
 
 import os
@@ -47,7 +47,7 @@ FEW_PAGES = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 24, "enabl
 
 
 def check_texts(replay, batches, plain, drafted):
-    """Greedy texts with and without drafting part at near-ties alone, and rarely; returns how many part."""
+    """Asserts that greedy texts with and without drafting differ rarely, at near-ties; counts those."""
     parted = 0
     for given, ones, others in zip(batches, plain.texts, drafted.texts, strict=True):
         for (prompt, _), texts, drawn in zip(given, ones, others, strict=True):
@@ -86,7 +86,7 @@ def test_texts_and_drafts_of_requests_beside_each_other():
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_chunks_preemption_and_prefix_hits(async_scheduling):
-    """Prompts in chunks of 32, so few pages that requests are preempted, and pages that are shared."""
+    """Drafts stay right with prompts in chunks of 32, preempted requests and shared pages."""
     plain = run("tied", CROWDED, drafted=False)
     drafted = run("tied", CROWDED, async_scheduling=async_scheduling, **FEW_PAGES)
     assert check_texts(replay_of("tied"), CROWDED, plain, drafted) <= 4
@@ -122,7 +122,7 @@ def test_several_answers_of_a_request():
 
 @pytest.mark.parametrize("name", ["groups of two shapes", "groups", "tied"])
 def test_each_draft_in_float32_is_the_replays(name):
-    """Draft by draft; two of the pairs have several groups of pages, one of them speculators' layout."""
+    """Each single draft agrees; two pairs have several groups of pages, one pair speculators' layout."""
     drafted = run(name, EXACT, dtype="float32", max_num_batched_tokens=64, max_model_len=128)
     for request in drafted.requests:
         drafts, accepted, replayed, alike, tokens, same = replay_of(name).compare(request, DRAFTS)
@@ -180,7 +180,7 @@ def test_nothing_is_compiled_after_the_start(monkeypatch, async_scheduling):
 
 
 def test_sampled_tokens_have_the_target_distribution():
-    """The second token after a prompt, which is a verified draft, against exact probabilities."""
+    """The second token after a prompt, a verified draft, follows the exact probabilities."""
     prompt, times = PROMPTS[0], 400
     given = [batch([prompt] * times, max_tokens=3, temperature=1.0)]
     answer = run("tied", given, max_num_seqs=64, num_gpu_blocks_override=512)
@@ -206,7 +206,7 @@ BROKEN_PAIR = {
 
 
 def check_short(answer):
-    """Short contexts, in which one row weighs much; drafts from all tokens part in bfloat16 now and then."""
+    """Checks short contexts, where one row weighs much; bfloat16 changes some drafts from all tokens."""
     *_, drafted, same = found = counts(replay_of("apart"), answer)
     assert same >= 0.85 * drafted > 0, found
 
@@ -216,7 +216,7 @@ def test_drafts_from_all_tokens():
 
 
 def watch_pages(patch):
-    """Rows of the drafter's pages that its steps changed and were not to write, as they are found."""
+    """Collects rows of the drafter's pages that a step changed and must not write."""
     propose, strange = Proposer.propose, []
 
     def watching(self, kv_caches, target_hidden_states, **named):
@@ -237,7 +237,7 @@ def watch_pages(patch):
 
 @pytest.mark.parametrize("written", [False, True])
 def test_rows_of_a_block_are_never_written(monkeypatch, written):
-    """vLLM reserves room for accepted rows: what is written behind them may be another request's."""
+    """vLLM reserves room for accepted rows: rows behind them may be another request's."""
     if written:
         broken.ALL["block_rows_written"](monkeypatch)
     strange = watch_pages(monkeypatch)
@@ -256,7 +256,7 @@ def test_what_is_broken_on_purpose_is_noticed(monkeypatch, what):
         return
     with pytest.raises((AssertionError, ValueError)) as told:  # rows of another width fit no page
         found = counts(replay_of(name), run(name, BATCHES[:2], keep=False))
-        print(what, found)  # how far from right, if it is not noticed
+        print(what, found)  # the figures of a fault that no check notices
         check_replay(found)
     print(told.value)
 
@@ -280,23 +280,18 @@ def config_of(speculative=(), **options):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("draft_tensor_parallel_size", 1),
-        ("kv_cache_dtype", "fp8"),
-        ("quantization", "fp8"),
-        ("max_model_len", 64),
-        ("draft_sample_method", "probabilistic"),
-        ("rejection_sample_method", "block"),
-        ("attention_backend", "FLASH_ATTN"),
-        ("draft_load_config", {"load_format": "auto"}),
+        ("draft_tensor_parallel_size", 1), ("kv_cache_dtype", "fp8"), ("quantization", "fp8"),
+        ("max_model_len", 64), ("draft_sample_method", "probabilistic"), ("rejection_sample_method", "block"),
+        ("attention_backend", "FLASH_ATTN"), ("draft_load_config", {"load_format": "auto"}),
     ],
-)
+)  # fmt: skip
 def test_vllms_options_of_drafts_that_nothing_follows_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"speculative_config.{field}=.* does not support it; leave it"):
         config_of({field: value}, tensor_parallel_size=2)
 
 
 def test_an_unknown_release_may_be_tried_or_run_without_the_plug_in(monkeypatch):
-    """As its message says."""
+    """The message names both ways, and both work."""
     monkeypatch.setattr(plugin, "version", lambda package: "0.33.0")
     with pytest.raises(ValueError, match="--additional-config .* set VLLM_PLUGINS .* register_layers"):
         config_of()

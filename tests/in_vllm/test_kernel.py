@@ -1,4 +1,4 @@
-"""A TPU's attention kernel, in Pallas' interpreter: its pages are ours, and so is its attention.
+"""A TPU's attention kernel in Pallas' interpreter has the layout of our pages and our attention.
 
 Elsewhere in these tests plain JAX stands in its place (`site/cpu_for_vllm.py`), which is compared, too. In
 float32, for `interpreted` wants types of one width.
@@ -18,7 +18,7 @@ HEADS, GROUPS, DIM, PAGE, COUNT, BLOCK = 4, 2, 128, 16, 8, 6
 LENGTHS = [21, 9]  # rows of context of two requests
 TABLE = jnp.array([[5, 2, 7], [1, 4, 3]])
 SCALE = DIM**-0.5
-# Rows of queries and keys that the kernel fetches and computes with at once; else a TPU's are asked for.
+# Rows of queries and keys that the kernel fetches and computes at once; the default asks a TPU.
 SIZES = {"d_block_sizes": (1, 16, 1, 16), "m_block_sizes": (8, 16, 8, 16), "vmem_limit_bytes": 1 << 27}
 
 

@@ -1,4 +1,4 @@
-"""`vllm serve` with our drafter in float32: many requests at once, and each field, from one server."""
+"""`vllm serve` with our drafter in float32 answers many requests at once, and each field."""
 
 import inspect
 import json
@@ -21,11 +21,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 PROMPTS = pair.prompts(16, 21)
-START = WAIT = 1800  # seconds, of which a busy machine needs many
+START = WAIT = 1800  # seconds: a busy machine needs many
 
 
 def character_tokenizer():
-    """A character an id, of which those of ASCII write JSON; the first ends a text."""
+    """A tokenizer with one character an id; ASCII characters write JSON, and the first id ends a text."""
     characters = {chr(k if 32 <= k < 127 else 0x4E00 + k): k for k in range(1, pair.VOCAB)}
     found = Tokenizer(models.WordLevel(characters | {"<end>": 0}, "<end>"))
     found.pre_tokenizer, found.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
@@ -36,7 +36,7 @@ def character_tokenizer():
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """The address of a running server; its log is shown if it does not start."""
+    """The address of a running server; a failed start shows the log."""
     folder = tmp_path_factory.mktemp("served")
     character_tokenizer().save_pretrained(folder)
     log = folder / "log.txt"
@@ -70,7 +70,6 @@ def address(tmp_path_factory):
 
 
 def ask(address, prompt, stream):
-    """The ids of one completion."""
     asked = {"model": "pair", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     asked |= {"ignore_eos": True, "return_token_ids": True, "stream": stream}
     if not stream:
@@ -105,84 +104,49 @@ def test_sixteen_requests_at_once(address):
 SOME = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SOME}}
 BOTH = [
-    {"frequency_penalty": 1.0},
-    {"presence_penalty": 1.0},
-    {"repetition_penalty": 1.3},
-    {"length_penalty": 2.0},
-    {"logit_bias": {"7": 5}},
-    {"min_p": 0.1},
-    {"seed": 7},
-    {"temperature": 0.7, "seed": 0},
-    {"n": 2, "temperature": 0.7, "top_p": 0.8, "top_k": 20},
-    {"n": 2},
-    {"temperature": 1e-6},
-    {"temperature": 2.0, "top_p": 1e-6},
-    {"use_beam_search": True, "n": 2, "temperature": 0},
-    {"stop": ["c"], "include_stop_str_in_output": True},
-    {"stop_token_ids": [3]},
-    {"ignore_eos": True, "min_tokens": 3},
-    {"max_tokens": 0},
-    {"stream": True, "stream_options": {"include_usage": True}},
-    {"stream_interval": 2},
+    {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3},
+    {"length_penalty": 2.0}, {"logit_bias": {"7": 5}}, {"min_p": 0.1}, {"seed": 7},
+    {"temperature": 0.7, "seed": 0}, {"n": 2, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, {"n": 2},
+    {"temperature": 1e-6}, {"temperature": 2.0, "top_p": 1e-6},
+    {"use_beam_search": True, "n": 2, "temperature": 0}, {"stop": ["c"], "include_stop_str_in_output": True},
+    {"stop_token_ids": [3]}, {"ignore_eos": True, "min_tokens": 3}, {"max_tokens": 0},
+    {"stream": True, "stream_options": {"include_usage": True}}, {"stream_interval": 2},
     {"skip_special_tokens": False, "spaces_between_special_tokens": False},
-    {"truncate_prompt_tokens": 2, "truncation_side": "left"},
-    {"add_special_tokens": False},
-    {"allowed_token_ids": [1, 2, 3]},
-    {"bad_words": ["e"]},
-    {"prompt_logprobs": 1},
-    {"prompt_logprobs": 0},
+    {"truncate_prompt_tokens": 2, "truncation_side": "left"}, {"add_special_tokens": False},
+    {"allowed_token_ids": [1, 2, 3]}, {"bad_words": ["e"]}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": SOME}}},
     {"structured_outputs": {"regex": "[a-f]+"}, "temperature": 0.6, "top_p": 0.95},
-    {"structured_outputs": {"choice": ["cab", "bed"]}},
-    {"structured_outputs": {"regex": "("}},
-    {"priority": 1},
-    {"request_id": "mine", "session_id": "mine", "user": "me", "cache_salt": "salt"},
+    {"structured_outputs": {"choice": ["cab", "bed"]}}, {"structured_outputs": {"regex": "("}},
+    {"priority": 1}, {"request_id": "mine", "session_id": "mine", "user": "me", "cache_salt": "salt"},
     {"return_tokens_as_token_ids": True, "return_token_ids": True, "return_token_offsets": True},
     {"return_mm_kwargs": True, "routed_experts_prompt_start": 1},
     {"kv_transfer_params": {"a": 1}, "ec_transfer_params": {"a": 1}, "vllm_xargs": {"a": 1}},
     {"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 2}},
-    {"thinking_token_budget": 3},
-    {"watermarking": True},
-    {"model": "another"},
-]
+    {"thinking_token_budget": 3}, {"watermarking": True}, {"model": "another"},
+]  # fmt: skip
 COMPLETION = [
-    {"prompt": [[1, 2], [3, 4]]},
-    {"prompt": [pair.VOCAB]},
-    {"prompt_embeds": "AAAA"},
-    {"suffix": "de"},
-    {"best_of": 3},
-    {"logprobs": 0},
-    {"logprobs": 3, "temperature": 0.7},
-    {"logprobs": 2, "logprob_token_ids": [1, 2]},
-    {"logprobs": -1},
-    {"echo": True},
-    {"echo": True, "max_tokens": 0},
-    {"echo": True, "logprobs": 1},
-]
+    {"prompt": [[1, 2], [3, 4]]}, {"prompt": [pair.VOCAB]}, {"prompt_embeds": "AAAA"}, {"suffix": "de"},
+    {"best_of": 3}, {"logprobs": 0}, {"logprobs": 3, "temperature": 0.7},
+    {"logprobs": 2, "logprob_token_ids": [1, 2]}, {"logprobs": -1}, {"echo": True},
+    {"echo": True, "max_tokens": 0}, {"echo": True, "logprobs": 1},
+]  # fmt: skip
 CHAT = [
-    {"messages": []},
-    {"max_completion_tokens": 5},
-    {"logprobs": True},
-    {"logprobs": True, "stream": True},
-    {"logprobs": True, "top_logprobs": 3},
-    {"logprobs": True, "logprob_token_ids": [1, 2]},
-    {"logprobs": True, "echo": True},
-    {"tools": [TOOL]},
+    {"messages": []}, {"max_completion_tokens": 5}, {"logprobs": True}, {"logprobs": True, "stream": True},
+    {"logprobs": True, "top_logprobs": 3}, {"logprobs": True, "logprob_token_ids": [1, 2]},
+    {"logprobs": True, "echo": True}, {"tools": [TOOL]},
     {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"functions": [TOOL["function"]], "function_call": "auto"},
     {"reasoning_effort": "low", "include_reasoning": False, "verbosity": "low"},
     {"add_generation_prompt": False, "continue_final_message": True},
     {"chat_template": "de", "chat_template_kwargs": {"a": 1}, "documents": [{"text": "de"}]},
-    {"media_io_kwargs": {"image": {}}},
-    {"mm_processor_kwargs": {"a": 1}},
-    {"return_prompt_text": True},
+    {"media_io_kwargs": {"image": {}}}, {"mm_processor_kwargs": {"a": 1}}, {"return_prompt_text": True},
     {"audio": {"voice": "a", "format": "wav"}, "modalities": ["text", "audio"]},
     {"prediction": {"type": "content", "content": "de"}, "web_search_options": {}, "moderation": {}},
     {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "me"},
     {"prompt_cache_key": "a", "prompt_cache_options": {}, "prompt_cache_retention": "24h"},
-]
+]  # fmt: skip
 CALLS = {
     "completions": (COMPLETION, {"prompt": "abc"}, CompletionRequest, completions.Completions),
     "chat/completions": (

@@ -1,4 +1,4 @@
-"""Two processes decode as one, and end together: by a message that names the one that failed."""
+"""Two processes decode as one and end together; the message names the process that failed."""
 
 import signal
 
@@ -9,7 +9,7 @@ from support.slices import make_sliceable
 pytestmark = pytest.mark.heavy
 WORDS = "torch-dflash: process {} of 2 ends: "
 JAXS_WORDS = "Terminating process because the JAX distributed service detected fatal errors"
-"""Where its service ends with process 0, JAX may be faster than we are."""
+"""JAX's own message, which may come first where its service ends with process 0."""
 SOON = SILENT + 30
 """Seconds within which all end, on a machine with other work."""
 

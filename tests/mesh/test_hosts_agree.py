@@ -1,4 +1,4 @@
-"""What processes tell each other, held by two threads: who is right, who is late, who is silent."""
+"""Agreement of processes, played by two threads: differing, late and silent processes."""
 
 import queue
 import threading
@@ -18,11 +18,11 @@ import jax_bridge.hosts.watch as watch
 from jax_bridge.hosts.hosts import Hosts, Lead, spanning
 from jax_bridge.hosts.watch import OVER, Watch
 from jax_bridge.mesh.shape import devices_of
-from torch_dflash.engine.hosts import READ, packed, read_alike, read_together, unpacked
+from torch_dflash.engine.hosts import READ, packed, read_broadcast, read_compared, unpacked
 from torch_dflash.requests.request import UNSET
 
 
-class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary of all
+class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary for all
     def __init__(self, process: int, kept: dict, change: threading.Condition):
         self.process, self.count, self._kept, self._change = process, 2, kept, change
         self.answers = True
@@ -55,7 +55,7 @@ class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary o
         for other in [one for one in self._kept if one == key or one.startswith(f"{key}/")]:
             del self._kept[other]
 
-    def meet(self, name, seconds):
+    def barrier(self, name, seconds):
         with self._change:
             if not self._change.wait_for(lambda: len(self.entries(name)) == 2, seconds):
                 raise RuntimeError("DEADLINE_EXCEEDED")
@@ -71,12 +71,10 @@ def shelves(monkeypatch):
 
 
 def both(shelves, call):
-    """What `call(rank, hosts)` returns or raises in each of two threads."""
-
     def one(rank):
         shelf = shelves[rank]
         this = Hosts(shelf, seen := Watch(shelf))
-        seen.until_all_answer = lambda: None  # nobody gives signs of life here
+        seen.until_all_answer = lambda: None  # no process gives signs of life here
         try:
             return call(rank, this)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -90,11 +88,11 @@ GIVEN = torch.ones(1, 1), None, {}
 
 
 def readings(shelves, read, given=GIVEN, found=lambda found: {}):
-    """What each of two threads gets of one `read_together`; ``read`` has the rank before the request."""
+    """Results of one `read_broadcast` in two threads; ``read`` has the rank before the request."""
 
     def call(rank, this):
         own = given(rank) if callable(given) else given
-        return read_together(this, "generate", {}, own, lambda *request: read(rank, *request), found)
+        return read_broadcast(this, "generate", {}, own, lambda *request: read(rank, *request), found)
 
     return both(shelves, call)
 
@@ -146,7 +144,9 @@ def test_an_error_is_named_before_what_is_not_said_for_it(shelves, failing):
                 raise OSError("no such folder")
             return "a checkpoint"
 
-        return read_alike(this, "jb.load", read, lambda found: {"the mesh": "[0]", "the checkpoint": found})
+        return read_compared(
+            this, "jb.load", read, lambda found: {"the mesh": "[0]", "the checkpoint": found}
+        )
 
     said = both(shelves, call)
     there, here = ("OSError: no such folder", "no error")[:: 1 if failing else -1]
@@ -196,10 +196,10 @@ def interrupt(*given):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("step", ["put_bytes", "put", "meet", "entries", "drop"])
+@pytest.mark.parametrize("step", ["put_bytes", "put", "barrier", "entries", "drop"])
 def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
     put = shelves[0].put
-    monkeypatch.setattr(shelves[0], "meet", lambda *given: None)
+    monkeypatch.setattr(shelves[0], "barrier", lambda *given: None)
     of_calls = lambda key, *given: (interrupt if "calls" in key else put)(key, *given)  # noqa: E731
     monkeypatch.setattr(shelves[0], step, of_calls if step == "put" else interrupt)
     this = Hosts(shelves[0], Watch(shelves[0]))
@@ -211,19 +211,19 @@ def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch,
 
 def test_an_interrupt_while_it_is_asked_who_has_failed_ends_all(shelves, monkeypatch):
     monkeypatch.setattr(seen := Watch(shelves[0]), "until_all_answer", interrupt)
-    with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).leaving("generate"):
+    with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).collective("generate"):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")
     assert shelves[0]._kept["told/1"].startswith("process 0 left generate: JaxRuntimeError")
 
 
 def test_what_was_not_told_is_told_as_python_ends(shelves, monkeypatch):
-    """A second interrupt kept the first from the others, or the error of a call."""
+    """A second interrupt may have kept the first, or a call's error, from the other processes."""
     for error, told in ((None, "KeyboardInterrupt"), (ValueError("no"), "ValueError: no")):
         seen, put = Watch(shelves[0]), shelves[0].put
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(shelves[0], "put", interrupt)
             if error is None:
-                with Hosts(shelves[0], seen).leaving("generate"):
+                with Hosts(shelves[0], seen).collective("generate"):
                     interrupt()
             seen.leave("generate", error)
         assert not any(key.startswith("told/") for key in shelves[0]._kept)
@@ -250,11 +250,11 @@ def test_a_stream_goes_as_far_as_process_0_goes(shelves):
     assert not theirs.stop()
     assert ours.stop() and not theirs.go()
     ended.append("Python")
-    assert theirs.stop()  # nobody has to answer
+    assert theirs.stop()  # no process has to answer
 
 
 def judged(shelves, monkeypatch, change, busy=True, silent=5, beats=500):
-    """What process 1 ends with where process 0 gives signs of life, and ``change`` says when none come."""
+    """The end of process 1 while process 0 gives signs of life, except where ``change`` stops them."""
     monkeypatch.setattr(watch, "SILENT", silent)
     ends, over = [], threading.Event()
 
@@ -338,7 +338,7 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     assert judged(shelves, monkeypatch, over, beats=50) == []
 
 
-class Fleeting(list):  # calls that end as soon as somebody has seen that there are some
+class Fleeting(list):  # calls that end as soon as another thread has seen them
     def __bool__(self):
         found = len(self) > 0
         self.clear()
@@ -361,8 +361,8 @@ def test_a_call_that_ends_while_it_is_judged_does_not_end_the_watch(shelves, mon
 
 
 def _resting(seen, live):
-    """A process that rests in the call in which it is, all the time."""
-    with seen.resting("generate"):
+    """A process that rests inside of its call all the time."""
+    with seen.paused("generate"):
         live(seen)
 
 

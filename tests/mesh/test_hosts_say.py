@@ -1,4 +1,4 @@
-"""What one process of a mesh tells the others of itself, in each call: its weights, its state, its mesh."""
+"""In each call a process of a mesh reports its weights, its state and its mesh to the others."""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -15,14 +15,14 @@ import jax_bridge.mesh.shape as shape
 import torch_dflash as td
 from jax_bridge.devices.samples import checksum
 from jax_bridge.hosts.hosts import Hosts
-from torch_dflash.engine.hosts import said_of
+from torch_dflash.engine.hosts import facts_of
 from torch_dflash.generation import prepare
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 ASKED = {"max_new_tokens": 4, "eos_token_id": None}
 
 
-class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is said
+class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps the reports
     first = True
 
     def __init__(self):
@@ -35,12 +35,12 @@ class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is sa
         self.heard.append((what, said))
         return given
 
-    def leaving(self, what):
+    def collective(self, what):
         self.heard.append((f"in {what}", {}))
         return nullcontext()
 
     @contextmanager
-    def resting(self, what):
+    def paused(self, what):
         self.heard.append((f"rests in {what}", {}))
         yield
         self.heard.append((f"goes on with {what}", {}))
@@ -87,7 +87,7 @@ def engine_of(target, **more):
         ("generate", lambda target: td.generate(target, None, IDS, runtime="eager", verify=False, **ASKED)),
         ("stream", lambda target: list(engine_of(target).stream(IDS, **ASKED))),
         ("stream", lambda target: list(td.stream(target, None, IDS, runtime="eager", verify=False, **ASKED))),
-        ("warmup", lambda target: engine_of(target).meet("warmup")),
+        ("warmup", lambda target: engine_of(target).synchronize("warmup")),
     ],
 )
 def test_each_call_says_which_weights_it_decodes_with(models, hosts, what, call):
@@ -120,7 +120,7 @@ def of_another_shape(weight):
 
 
 def with_weight(make, call):
-    """A call of an engine whose model has another output matrix since it was compiled."""
+    """Calls an engine whose model got another output matrix after compilation."""
 
     def run(model, folder):
         engine = engine_of(model := copy.deepcopy(model))
@@ -170,7 +170,7 @@ def test_what_jb_load_has_read_is_said(models, hosts, monkeypatch, tmp_path):
     for folder, dtype in (("0", None), ("1", None), ("0", None), ("0", torch.bfloat16)):
         loaded = jb.load(tmp_path / folder, dtype=dtype)
         assert loaded.checkpoint == hosts.said("jb.load", "the checkpoint")[-1]
-        td.compile(loaded, None, max_length=32, verify=False).meet("warmup")
+        td.compile(loaded, None, max_length=32, verify=False).synchronize("warmup")
     for what, field in (("jb.load", "the checkpoint"), ("warmup", "the target")):
         first, other, again, narrow = hosts.said(what, field)
         assert first == again != other and narrow != first, what
@@ -255,7 +255,7 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     monkeypatch.setattr(shape.jax, "devices", lambda: devices)
     said = [Hosts.order(SimpleNamespace(), mesh) for mesh in meshes]
     assert said == ["[0, 1, 2]", "[2, 1, 0]"]
-    engine_of(models[0]).meet("warmup")
+    engine_of(models[0]).synchronize("warmup")
     assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
 
 
@@ -265,11 +265,11 @@ class Odd:  # Python shows its address
 
 @pytest.mark.parametrize("values", [(Odd(), Odd(), torch.float16), ([{8, 0}], [{0, 8}], [{0, 9}])])
 def test_what_is_said_of_a_config_is_the_same_in_each_process(models, values):
-    """No number of a process, and not its order of a set; Qwen3.5's config has one."""
+    """The report holds no process number and no order of a set; Qwen3.5's config has a set."""
     model, said = copy.deepcopy(models[0]), []
     for value in values:
         model.config.extra = value
-        said.append(said_of(Alone(), None, model, None)["the target"])
+        said.append(facts_of(Alone(), None, model, None)["the target"])
     assert said[0] == said[1] != said[2]
 
 
@@ -278,7 +278,7 @@ def test_what_is_made_of_a_drafter_is_said(models):
     forms = [drafter, *(td.Union(td.NGramProposer(width), drafter, rows=8) for width in (4, 4, 6))]
     forms += [td.Union(td.NGramProposer(4), drafter), td.TreeProposer(drafter, rows=8)]
     forms += [td.TreeProposer(drafter, rows=16)]
-    said = [said_of(Alone(), None, target, form)["the drafter"] for form in forms]
+    said = [facts_of(Alone(), None, target, form)["the drafter"] for form in forms]
     assert said[1] == said[2] and len(set(said)) == len(forms) - 1
 
 
@@ -300,7 +300,7 @@ def test_a_stream_whose_gain_fails_is_left_at_once(models, hosts, monkeypatch, d
     if door == "engine":
         stream = engine_of(models[0]).stream(IDS, **ASKED)
     else:
-        target = copy.deepcopy(models[0])  # an engine of another test's processes is kept for the other
+        target = copy.deepcopy(models[0])  # an engine of another test's processes stays for the other
         stream = td.stream(target, None, IDS, tokenizer=object(), runtime="eager", verify=False, **ASKED)
     monkeypatch.setattr(place, property(interrupt) if place.endswith("tokens") else interrupt, raising=False)
     with pytest.raises(KeyboardInterrupt) as kept:  # its traceback holds the frames, as a notebook does

@@ -1,4 +1,4 @@
-"""A checkpoint straight onto a mesh: each part is read once, and nothing else; the text is the same."""
+"""A checkpoint that loads onto a mesh reads each part once, and nothing else; the text is the same."""
 
 import pytest
 from support.families import MORE

@@ -1,4 +1,4 @@
-"""Recurrent layers cut by heads: four devices say what one says, and hold the same states."""
+"""With recurrent layers cut by heads four devices give one device's text, and hold the same states."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Rows that replicas share: each says what it says alone, and stands where it was asked for."""
+"""Each row of a batch that replicas share has its own text alone, in its own place."""
 
 import gc
 import sys
@@ -59,7 +59,7 @@ def decode(engine, rows, **how):
 
 
 def alone(front, rows, **how):
-    """What a plain engine says of each row by itself; budgets and seeds are each row's own."""
+    """A plain engine's text of each row by itself, with the row's own budget and seed."""
     said = []
     for at, row in enumerate(rows):
         own = {name: value[at] if isinstance(value, list) else value for name, value in how.items()}
@@ -69,7 +69,7 @@ def alone(front, rows, **how):
 
 
 def at_rest(front):
-    """Wait until no replica has a thread; fails where one stays."""
+    """Waits until no replica has a thread; fails if a thread stays."""
     until = time.monotonic() + 60
     while any(thread.name.startswith("replica") for thread in threading.enumerate()):
         assert time.monotonic() < until, "a replica's thread goes on"
@@ -80,7 +80,7 @@ def at_rest(front):
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_rows_say_what_each_says_alone(front, how, count):
-    """Fewer rows than replicas, as many as there is room for or fewer, and more; of uneven lengths."""
+    """Rows of uneven lengths: fewer than replicas, up to the room of all, and more."""
     rows, how = prompts(count), how | {"max_new_tokens": [NEW - at for at in range(count)]}
     out, wanted = decode(front, rows, **how), alone(front, rows, **how)
     assert out.new_tokens == wanted
@@ -108,10 +108,10 @@ def test_what_a_call_draws_is_drawn_once(front):
 
 @pytest.mark.parametrize("broken", ["order", "seeds"])
 def test_a_wrong_order_and_seeds_of_a_replicas_own_are_noticed(front, monkeypatch, broken):
-    rows = [[at + 1] * 6 for at in range(4)]  # as long as each other: a row may stand in another's place
+    rows = [[at + 1] * 6 for at in range(4)]  # of equal lengths: a row might stand in another's place
     wanted = alone(front, rows, **SAMPLED)
     assert decode(front, rows, **SAMPLED).new_tokens == wanted
-    if broken == "order":  # as they came from the replicas
+    if broken == "order":  # in the replicas' order
 
         class Given:
             concatenate = staticmethod(np.concatenate)
@@ -207,7 +207,7 @@ def test_an_error_of_one_replica_ends_the_call_and_leaves_the_front_usable(front
 
 
 def test_a_call_does_not_wait_for_another_where_there_is_room(front, monkeypatch):
-    """One call's rounds are held up in one replica until another call is over."""
+    """One replica holds up one call's rounds until another call is over."""
     over, runtime = threading.Event(), front.engines[front._desk._next()].runtime
     advance, said = runtime.advance, {}
 
@@ -353,7 +353,7 @@ def dealt(groups):
 
 
 def test_rows_are_dealt_to_the_least_busy():
-    desk = Desk(2, room=3)
+    desk = Desk(2, capacity=3)
     first = Call(request_of(1), [])
     (alone,) = desk.queue(first)
     assert dealt([alone]) == {0: [0]}
@@ -363,13 +363,13 @@ def test_rows_are_dealt_to_the_least_busy():
     (begun,) = [group for group in desk.queue(third) if group.replica == 0]
     assert not desk.queue(fourth)
     assert len(third.waiting) == 4 and third.groups == 2
-    # The call that has waited longest has its turn, and then the other.
+    # The call that has waited longest runs first.
     assert [group.call for group in desk.over(alone)] == [third]
     assert [group.call for group in desk.over(begun)] == [fourth]
 
 
 def test_calls_take_turns_and_those_that_stopped_are_left_out():
-    desk = Desk(1, room=2)
+    desk = Desk(1, capacity=2)
     calls = [Call(request_of(5), []), Call(request_of(3), []), Call(request_of(3), [])]
     running = desk.queue(calls[0])
     assert not desk.queue(calls[1]) and not desk.queue(calls[2])
@@ -385,12 +385,12 @@ SHORT = Case("qwen3", "static", 2, 2, "sampled", "v1", rows=3, runtime="eager")
 ONE_EACH = [
     Case("qwen3", "paged", 4, 4, "greedy", "v1", rows=6, compiled={"pool_pages": 2}),
     Case("llama", "static", 4, 4, "filters", "dflash2", rows=3),
-    Case("gemma2", "static", 4, 4, "greedy", "plain", rows=7, room=2),
-    Case("qwen3", "static", 4, 2, "sampled", "v1", room=2),
+    Case("gemma2", "static", 4, 4, "greedy", "plain", rows=7, capacity=2),
+    Case("qwen3", "static", 4, 2, "sampled", "v1", capacity=2),
 ]
 SLICES = [
-    Case("gpt_oss", "static", 4, 2, "sampled", "v1", room=2),
-    Case("qwen3_moe", "paged", 4, 2, "greedy", "dflash2", rows=7, room=2),
+    Case("gpt_oss", "static", 4, 2, "sampled", "v1", capacity=2),
+    Case("qwen3_moe", "paged", 4, 2, "greedy", "dflash2", rows=7, capacity=2),
 ]
 
 
@@ -415,7 +415,7 @@ def test_two_devices_share_rows():
 @pytest.mark.heavy
 @pytest.mark.parametrize("case", ONE_EACH[:3], ids=lambda case: f"{case.family}-{case.cache}")
 def test_devices_share_rows_of_any_family(case):
-    """Families that are not decoded on slices, too, are on one device each. Steps are traced once for all."""
+    """Families without slices decode too, on one device each. All replicas trace each step once."""
     found = same(case)
     assert found["traced"][1] == found["traced"][0] > 0
 

@@ -1,4 +1,4 @@
-"""Where each weight lies on a slice, and the best of logits that lie in parts."""
+"""Each weight has its place on a slice, and logits in parts have the right best id."""
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ def target_of(family: str, **sizes):
 
 
 def found(ways) -> dict:
-    """(Spec, kind) by the name within a layer, of the first layer and of what is in none."""
+    """(Spec, kind) by the name within a layer, for the first layer and for weights outside of layers."""
     named = {name.split("layers.0.")[-1]: way for name, way in ways.items() if "layers.1" not in name}
     return {name: (way.spec, way.kind) for name, way in named.items() if way.spec != P()}
 

@@ -1,4 +1,4 @@
-"""Networks of other vendors: transformers' own class, vendors' formulas written out, each broken."""
+"""Drafters equal transformers' class and the formulas of other vendors; broken ones differ."""
 
 import inspect
 
@@ -17,7 +17,7 @@ from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
 from torch_dflash.proposers.layouts import assistant, speculators
 
 EXACT, SEEN = 1e-5, 1e-2
-NEW_ROWS = (9, 3, 1, 6, 2, 4)  # features that each pass brings; the window is 9
+NEW_ROWS = (9, 3, 1, 6, 2, 4)  # new features of each pass; the window is 9
 
 
 def assistant_gap(folder):
@@ -98,7 +98,7 @@ def by_hand(drafter, noise, features):
 
 
 def hand_gap(drafter, whole):
-    """Of ``drafter``'s first layer from what is written out for ``whole``'s."""
+    """Largest difference of ``drafter``'s first layer from `by_hand` for ``whole``."""
     generator = torch.Generator().manual_seed(2)
     noise, features = torch.randn(1, 6, 32, generator=generator), torch.randn(1, 11, 64, generator=generator)
     found: list = []

@@ -1,4 +1,4 @@
-"""Every round's hidden states against the authors' code, transformers' own loop and the pure-JAX drafter."""
+"""Every round's hidden states equal the authors', transformers' loop's and the pure-JAX drafter's."""
 
 from functools import cache
 
@@ -36,7 +36,7 @@ def case(tmp_path_factory):
 
 
 def assert_same_rounds(case, runs) -> None:
-    """Same text, drafts, acceptance lengths and hidden states, in every round that the cap does not cut."""
+    """Asserts same text, drafts, acceptance and hidden states in every round that the cap does not cut."""
     width = case.drafter.config.block_size
     for prompt, run, theirs in zip(prompts(), runs, case.runs, strict=True):
         assert run.text == theirs.text
@@ -89,7 +89,7 @@ def test_generate_equals_the_authors_generate(case, name):
 
 
 def test_these_runs_tell_something(case):
-    """Acceptance mixes within one run, blocks are accepted whole, and the text does not stand still."""
+    """Acceptance lengths vary within a run, whole blocks are accepted, and the text is no repetition."""
     runs = [run for name in CASES for run in case(name).runs]
     assert {length for run in runs for length in run.accepted} == set(range(1, 7))
     for name in CASES:
@@ -151,14 +151,14 @@ def test_draft_logits_equal_the_authors(case):
     hidden = next(iter(built.runs[0].hidden.values()))[None]
     with torch.no_grad():
         ours, theirs = built.drafter.logits(hidden, head), built.theirs.compute_logits(hidden, head)
-    assert ours.abs().max() > 1  # or the cap would do nothing
+    assert ours.abs().max() > 1  # otherwise the cap would do nothing
     assert torch.allclose(ours, theirs, atol=EXACT)
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dflash2, everything"])
 @torch.no_grad()
 def test_candidates_and_their_scores_are_the_authors_in_every_round(case, name, monkeypatch):
-    """Drafts tell the best one alone. Both sides are listened to where they choose by their scores."""
+    """Drafts show the best candidate alone; hooks record the candidates and scores of both sides."""
     built, listed, mine, theirs = case(name), [], [], []
     head, best, likeliest = built.target.get_output_embeddings(), torch.argmax, torch.topk
     spies = {
@@ -189,7 +189,7 @@ def test_candidates_and_their_scores_are_the_authors_in_every_round(case, name, 
 
 
 def test_left_padding_does_not_reach_a_row(case):
-    """`forward` with its 2-D mask, as transformers' contract has it: a padded row equals the row alone."""
+    """With the 2-D mask of transformers' contract a padded row of `forward` equals the row alone."""
     built, rows = case("mixed"), 4
     given = built.runs[1].passes[0]
     padded = [torch.cat([part, part.flip(1)]) for part in (given.noise, given.context)]
@@ -207,7 +207,7 @@ def test_left_padding_does_not_reach_a_row(case):
 
 
 def test_the_cap_narrows_only_the_authors_last_blocks(case):
-    """The same cap on both sides and a tighter one: lengths differ, if at all, in the last block alone."""
+    """A tighter cap on both sides changes lengths in the last block alone, if at all."""
     built = case("full, head of its own")
     for new in (2, 7, 13):
         for prompt, ours in zip(prompts(), engine_runs(built, new=new), strict=True):

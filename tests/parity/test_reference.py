@@ -1,4 +1,4 @@
-"""The pure-JAX drafter against the authors' implementation (the ``dflash`` package)."""
+"""The pure-JAX drafter equals the authors' implementation (the ``dflash`` package)."""
 
 import ast
 import dataclasses
@@ -34,13 +34,9 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 THETA = {"rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-    **THETA,
-}
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32, **THETA,
+}  # fmt: skip
 
 
 def window(kinds, size, **more):
@@ -48,42 +44,25 @@ def window(kinds, size, **more):
 
 
 CASES = {
-    "full": {},
-    "full_causal": {"is_causal": True},
-    "sliding_causal": window(SLIDING, 4),
-    "sliding_causal_wide": window(SLIDING, 12),
-    "sliding_symmetric": window(SLIDING, 4, is_causal=False),
-    "mixed": window(MIXED, 5),
-    "mixed_symmetric": window(MIXED, 5, is_causal=False),
-    "bias": {"attention_bias": True},
-    "one_kv_head": {"num_key_value_heads": 1},
+    "full": {}, "full_causal": {"is_causal": True}, "sliding_causal": window(SLIDING, 4),
+    "sliding_causal_wide": window(SLIDING, 12), "sliding_symmetric": window(SLIDING, 4, is_causal=False),
+    "mixed": window(MIXED, 5), "mixed_symmetric": window(MIXED, 5, is_causal=False),
+    "bias": {"attention_bias": True}, "one_kv_head": {"num_key_value_heads": 1},
     "no_grouping": {"num_key_value_heads": 4},
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **THETA}},
-    "yarn": {"rope_parameters": YARN},
-    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN}, "llama3": {"rope_parameters": LLAMA3},
     "everything": window(MIXED, 5, attention_bias=True, is_causal=False, rope_parameters=YARN),
-}
+}  # fmt: skip
 
 
 def build(folder, seed=0, dtype=torch.float32, **overrides):
     """A random drafter of the authors' class, saved in z-lab's layout; norms and biases random."""
     fields = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "num_target_layers": 8,
-        "rope_parameters": {"rope_type": "default", **THETA},
-        "dflash_config": {
-            "block_size": WIDTH,
-            "mask_token_id": 63,
-            "target_layer_ids": TAPS,
-        },
-    }
+        "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128,
+        "num_target_layers": 8, "rope_parameters": {"rope_type": "default", **THETA},
+        "dflash_config": {"block_size": WIDTH, "mask_token_id": 63, "target_layer_ids": TAPS},
+    }  # fmt: skip
     model = DFlashDraftModel(Qwen3Config(**{**fields, **overrides})).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -121,12 +100,7 @@ def theirs(model, cache, noise, context, positions):
 def ours(params, config, cache, noise, context, positions):
     dtype = params["norm.weight"].dtype
     hidden, cache = forward(
-        params,
-        config,
-        jnp.asarray(noise, dtype),
-        jnp.asarray(context, dtype),
-        jnp.asarray(positions),
-        cache,
+        params, config, jnp.asarray(noise, dtype), jnp.asarray(context, dtype), jnp.asarray(positions), cache
     )
     return np.asarray(hidden, np.float32), cache
 
@@ -220,11 +194,7 @@ def test_forward_jits_with_the_config_as_a_static(tmp_path):
 
 
 def test_embeddings_and_logits(tmp_path):
-    switches = {
-        "input_embedding_scale": 1.7,
-        "output_multiplier": 0.3,
-        "final_logit_softcapping": 2.0,
-    }
+    switches = {"input_embedding_scale": 1.7, "output_multiplier": 0.3, "final_logit_softcapping": 2.0}
     nested = {"block_size": WIDTH, "mask_token_id": 63, "target_layer_ids": TAPS, **switches}
     model = build(tmp_path, dflash_config=nested)
     _, config = load_drafter(tmp_path)
@@ -239,11 +209,7 @@ def test_embeddings_and_logits(tmp_path):
     found = noise_embeddings(config, jnp.asarray(embed.weight.detach()), jnp.array([5, 11]))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     np.testing.assert_allclose(logits(config, found, jnp.asarray(head.weight.detach())), scores, atol=1e-5)
-    assert noise_embeddings(config, jnp.ones((VOCAB, 4)), jnp.array([1]), width=2).shape == (
-        1,
-        2,
-        4,
-    )
+    assert noise_embeddings(config, jnp.ones((VOCAB, 4)), jnp.array([1]), width=2).shape == (1, 2, 4)
 
 
 def test_layer_kinds_follow_from_depth_when_not_listed(tmp_path):

@@ -1,4 +1,4 @@
-"""The pure-JAX target and loop against the lowered ones: taps, logits, drafts, tokens, acceptance."""
+"""The pure-JAX target and loop equal the lowered ones: taps, logits, drafts, tokens, acceptance."""
 
 import dataclasses
 import json
@@ -87,7 +87,7 @@ def test_the_comparison_sees_each_wrong_convention(pair, lowered, monkeypatch):
     def gap(drafter):
         models = loop.Models(target, drafter)
         state = loop.start(models, pair.weights, PROMPTS, 4)
-        # A function of this call: a rule changed below must not meet what was traced before.
+        # A new function for this call: a rule changed below must not use an earlier trace.
         hidden = jax.jit(lambda weights, state: loop.draft_block(models, weights, state).hidden)
         rows = zip(hidden(pair.weights, state), lowered, PROMPTS, strict=True)
         return max(
@@ -107,7 +107,7 @@ def test_the_comparison_sees_each_wrong_convention(pair, lowered, monkeypatch):
 
 
 def decode_state(state: loop.State, slots: int) -> DecodeState:
-    """A reference state as one of ours: the same arrays, with slots added at the end."""
+    """Our state from a reference state: the same arrays, with slots added at the end."""
 
     def more(array, axis):
         widths = [(0, 0)] * array.ndim

@@ -1,4 +1,4 @@
-"""The paged cache of the XLA runtime against a pure-JAX one: tokens, acceptance lengths, what pages hold."""
+"""The paged cache of the XLA runtime equals a pure-JAX one: tokens, acceptance lengths, pages."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ ROWS, PAGE, CHUNK = len(PROMPTS), 16, 16
 
 
 class Run(NamedTuple):
-    """What a run left behind: per row its text and acceptance lengths, the layers' pools, rows' lengths."""
+    """Results of a run: text and acceptance lengths of each row, the layers' pools, rows' lengths."""
 
     texts: list[list[int]]
     accepted: list[list[int]]
@@ -42,14 +42,13 @@ def engine(pair):
 
 @pytest.fixture(scope="module")
 def table(engine) -> np.ndarray:
-    """Every page but the first, out of order, and rows' pages among each other's."""
+    """All pages but the first, out of order, with the pages of rows mixed."""
     plan = engine.plan
     numbers = np.random.default_rng(0).permutation(np.arange(1, plan.pages, dtype=np.int32))
     return numbers[: ROWS * plan.row_pages].reshape(ROWS, plan.row_pages)
 
 
 def ours(engine, table: np.ndarray) -> Run:
-    """Our runtime on pages that the test gives out."""
     steps, done = engine.runtime, np.zeros(ROWS, bool)
     options = {"max_new_tokens": authors.NEW, "do_sample": False, "eos_token_id": None}
     request = engine.read(*pad(PROMPTS), options)
@@ -65,7 +64,6 @@ def ours(engine, table: np.ndarray) -> Run:
 
 
 def reference(pair, engine, table: np.ndarray) -> Run:
-    """The reference on the same pages."""
     cache = empty_pages(pair.models.target, table, engine.plan.pages, PAGE, jnp.float32)
     state = loop.start(pair.models, pair.weights, PROMPTS, authors.NEW, cache=cache)
     while not state.done.all():
@@ -84,7 +82,7 @@ def seen(state, pools) -> Run:
 def gap(one: Run, other: Run, table: np.ndarray, rows=range(ROWS)) -> float:
     """Largest difference between K and V, padding included, of the positions written for good.
 
-    In parts of the layer's largest K or V, 5 to 9 here: to that the rounding of a sum is proportional.
+    Relative to the layer's largest K or V, 5 to 9 here: the rounding of a sum is proportional to it.
     """
     at = np.concatenate([np.arange(other.length[row]) for row in rows])
     page = np.concatenate([table[row, np.arange(other.length[row]) // PAGE] for row in rows])
@@ -127,7 +125,7 @@ def test_a_broken_table_is_noticed(pair, engine, table, wanted, found):
     swapped[0, [0, 1]] = table[0, [1, 0]]
     shared[1, 0] = table[0, 0]
     assert gap(found, wanted, table) < EXACT
-    # In another order rows say the same, but the pages hold other positions.
+    # In another order rows have the same text, but the pages hold other positions.
     other = ours(engine, swapped)
     assert other.texts == wanted.texts and gap(other, wanted, table) > 1e-3
     # One page for two rows: the later prompt overwrites the earlier one's positions.

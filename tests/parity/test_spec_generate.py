@@ -1,4 +1,4 @@
-"""``drafter.spec_generate`` beside the method of that name in z-lab's package."""
+"""``drafter.spec_generate`` gives the text of the method of the same name in z-lab's package."""
 
 import inspect
 
@@ -16,11 +16,10 @@ NEW = 23
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def models(request, tmp_path_factory):
-    """Target, our drafter, theirs with the same weights."""
     folder = tmp_path_factory.mktemp(request.param)
     target, drafter = tiny.make_pair(request.param, agree=2.5)
     drafter.save_pretrained(folder)
-    # What z-lab's loop does not ask must not reach ours.
+    # Options that z-lab's loop does not have must not reach ours.
     target.generation_config.update(
         repetition_penalty=1.9, eos_token_id=list(range(40)), pad_token_id=3, suppress_tokens=[5, 6, 7],
         min_new_tokens=4, exponential_decay_length_penalty=(1, 3.0), no_repeat_ngram_size=1,
@@ -70,7 +69,7 @@ def test_tokens_and_acceptance_lengths_are_theirs(models, prompt):
         more = drafter.spec_generate(target, prompt, new, stops, **EAGER, return_dict_in_generate=True)
         ours, width = more.stats.acceptance_lengths[0], drafter.config.block_size
         assert sum(ours) == sum(want.acceptance_lengths) == want.num_output_tokens - 1
-        # Their last blocks are narrowed by the cap, and what a narrower block drafts may differ.
+        # The cap narrows z-lab's last blocks, and a narrower block may draft other tokens.
         lengths, start = [], prompt.shape[1]
         for length in want.acceptance_lengths:
             if start + width <= prompt.shape[1] + new:
@@ -94,7 +93,7 @@ def test_xla_says_the_same(models, prompt):
 
 
 def test_samples_stay_in_the_support_of_theirs(models, prompt):
-    """A top-p or top-k so small that one token is left makes both greedy; the seed repeats the others."""
+    """A top-p or top-k that leaves one token makes both greedy; the seed repeats other samples."""
     target, drafter, theirs = models
     greedy = authors_text(theirs, target, prompt, NEW, None)
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}):

@@ -1,4 +1,4 @@
-"""Drafter attention against tpu-inference's ``dflash_concat_attention``, where that package can be found.
+"""Drafter attention equals tpu-inference's ``dflash_concat_attention``, where the package is installed.
 
 Only the function's own module is loaded: the package as a whole wants vLLM and another jax.
 """
@@ -91,4 +91,4 @@ def test_concat_attention_equals_ours_and_the_references(concat_attention):
         np.testing.assert_allclose(one, three, atol=1e-5)
         np.testing.assert_allclose(two, three, atol=1e-5)
     backwards = [np.flip(piece, axis=0) for piece in expected]
-    assert np.abs(backwards[0] - np.asarray(ours[0])).max() > 1e-2  # rows are told apart
+    assert np.abs(backwards[0] - np.asarray(ours[0])).max() > 1e-2  # rows differ

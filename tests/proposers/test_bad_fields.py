@@ -1,4 +1,4 @@
-"""Fields and tensors of the wrong type, in every layout: refused by name, value and fix, and nothing else."""
+"""Every layout refuses fields and tensors of the wrong type by name, value and fix."""
 
 import json
 

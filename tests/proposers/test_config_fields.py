@@ -1,4 +1,4 @@
-"""A config.json with absurd fields: refused by name, before anything is built or allocated."""
+"""A config.json with absurd fields is refused by name, before anything is built or allocated."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ HUGE = (10**9, 10**12, 10**30)
 
 @contextmanager
 def seconds(limit):
-    """Raise where the body hangs, instead of waiting for it."""
+    """Raises in a body that hangs, without a wait for its end."""
 
     def ring(*args):
         raise TimeoutError(f"took longer than {limit} s")
@@ -46,7 +46,6 @@ def seconds(limit):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A Llama: its folder, and its config.json as it should be."""
     folder = tmp_path_factory.mktemp("llama")
     make_target("llama").save_pretrained(folder)
     return folder, json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""DFlash2 drafters from files: the published layout, whichever class is asked, and what is refused."""
+"""DFlash2 drafters from files: the published layout loads through each class, and bad files are refused."""
 
 import json
 from math import prod

@@ -1,4 +1,4 @@
-"""Checkpoints in and out: z-lab's layout, every published field, and what is refused."""
+"""Checkpoints in and out: z-lab's layout, every published field, and refusals."""
 
 import json
 
@@ -76,17 +76,11 @@ def test_multiplier_and_soft_cap_shape_the_draft_logits(tmp_path):
 @pytest.mark.parametrize(
     ("layers", "taps", "expected"),
     [
-        (36, 5, [1, 9, 17, 25, 33]),
-        (32, 5, [1, 8, 15, 22, 29]),
-        (64, 5, [1, 16, 31, 46, 61]),
-        (24, 5, [1, 6, 11, 16, 21]),
-        (48, 5, [1, 12, 23, 34, 45]),
-        (40, 5, [1, 10, 19, 28, 37]),
-        (61, 6, [1, 12, 24, 35, 47, 58]),
-        (60, 6, [1, 12, 23, 35, 46, 57]),
-        (36, 1, [18]),
+        (36, 5, [1, 9, 17, 25, 33]), (32, 5, [1, 8, 15, 22, 29]), (64, 5, [1, 16, 31, 46, 61]),
+        (24, 5, [1, 6, 11, 16, 21]), (48, 5, [1, 12, 23, 34, 45]), (40, 5, [1, 10, 19, 28, 37]),
+        (61, 6, [1, 12, 24, 35, 47, 58]), (60, 6, [1, 12, 23, 35, 46, 57]), (36, 1, [18]),
     ],
-)
+)  # fmt: skip
 def test_default_taps(layers, taps, expected):
     assert default_target_layer_ids(layers, taps) == expected
     config = td.DFlashConfig(num_target_layers=layers, num_hidden_layers=taps, mask_token_id=1)
@@ -106,7 +100,7 @@ def test_default_taps_and_block_of_a_checkpoint(tmp_path):
         ([SLIDING, FULL], {"sliding_window": 4}, [(4, True), (None, False)]),
         ([SLIDING, FULL], {"sliding_window": 4, "is_causal": False}, [(4, False), (None, False)]),
         ([SLIDING, FULL], {"sliding_window": 4, "is_causal": True}, [(4, True), (None, True)]),
-        # A window that `use_sliding_window` would switch off is honoured where a layer says sliding.
+        # A window that `use_sliding_window` would switch off counts in a layer of the sliding type.
         ([FULL, SLIDING], {"sliding_window": 4, "use_sliding_window": False}, [(None, False), (4, True)]),
         (
             ...,
@@ -168,7 +162,7 @@ def test_round_trip(tmp_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_its_config_is_read_once(name, tmp_path, monkeypatch):
-    """At the hub each time would be a request, and could be of another revision."""
+    """At the hub each reading would be a request, and could give another revision."""
     publish_layout(tmp_path, name, expected(name))
     read, files = PreTrainedConfig._dict_from_json_file.__func__, []
     told = classmethod(lambda cls, file: files.append(file) or read(cls, file))

@@ -1,4 +1,4 @@
-"""A drafter's weights in shards, subfolders and beside an index, compared with its config before loading."""
+"""A drafter's weights in shards, subfolders and next to an index are checked before loading."""
 
 import json
 
@@ -19,7 +19,6 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def sharded(tmp_path):
-    """A directory with three shards and their index, and the tensors of all."""
     tensors = publish(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -94,7 +93,7 @@ def test_files_beside_the_checkpoint_are_listed_and_not_left_unread(sharded):
     save_file({"norm.weight": tensors["norm.weight"]}, folder / "copy.safetensors")
     files, _ = find_files(folder)
     assert len(files) == 3 and [one.name for one in beside(files)] == ["copy.safetensors"]
-    same_tensors(td.load_drafter(folder), tensors)  # it holds nothing that is not read
+    same_tensors(td.load_drafter(folder), tensors)  # all its tensors are read
     save_file({"mask": torch.ones(32)}, folder / "more.safetensors")
     with refuses(ValueError, "more.safetensors", "['mask']", "not read", "merge"):
         td.load_drafter(folder)

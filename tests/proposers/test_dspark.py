@@ -1,4 +1,4 @@
-"""DSpark's Markov head: drafts are those of its definition, and each convention shows when it is broken."""
+"""DSpark's Markov head drafts by its definition, and each broken convention changes the drafts."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROWS, DRAFTS = 3, 6
 
 
 def cases():
-    """(target, drafter): of speculators' layout with ids of its own, and z-lab's network with a head."""
+    """(target, drafter): speculators' layout with its own ids, and z-lab's network with a head."""
     target, drafter = make_pair("qwen3", seed=3, agree=8.0, markov_rank=5)
     randomise(drafter, 5)
     with torch.no_grad():
@@ -42,7 +42,6 @@ def by_hand(target, drafter, hidden, anchor):
 
 @torch.no_grad()
 def wrong(target, drafter):
-    """How many drafts are others than by hand."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(ROWS, DRAFTS, 32, generator=generator)
     anchor = torch.randint(0, VOCAB, (ROWS,), generator=generator, dtype=torch.int32)
@@ -65,7 +64,7 @@ def anchor_for_all(self, hidden, anchor, head, *_):
 
 
 def one_too_late(self, hidden, anchor, head, *_):
-    """The token before the one before."""
+    """The drafter reads the second token before."""
     logits, drafts, seen = self.logits(hidden, head), [], [anchor, anchor]
     for at in range(hidden.shape[1]):
         drafts.append(said(self, logits[:, at] + self.markov_head(seen[-2])))
@@ -74,7 +73,7 @@ def one_too_late(self, hidden, anchor, head, *_):
 
 
 def own_ids(self, hidden, anchor, head, *_):
-    """The draft before by its number in the drafter's vocabulary."""
+    """The drafter reads the previous draft by its number in the drafter's vocabulary."""
     logits, drafts, before = self.logits(hidden, head), [], anchor
     for at in range(hidden.shape[1]):
         added = logits[:, at] + self.markov_head(before)
@@ -84,7 +83,7 @@ def own_ids(self, hidden, anchor, head, *_):
 
 
 def swapped(self, before):
-    """W1 read as W2, and the other way round."""
+    """W1 and W2 change places."""
     return torch.nn.functional.embedding(before, self.markov_w2.weight) @ self.markov_w1.weight.T
 
 
@@ -143,12 +142,12 @@ def test_who_does_not_know_the_head_refuses_it(tmp_path):
     asked = {"max_new_tokens": 8, "do_sample": False, "speculation_type": "dflash"}
     with pytest.raises(ValueError, match="markov_rank=5 of the drafter: speculation_type='dflash'"):
         target.generate(torch.tensor([[1, 2, 3]]), assistant_model=drafter, **asked)
-    with pytest.raises(ValueError, match="texts: no answer of two tokens"):  # whose parts the doctor knows
+    with pytest.raises(ValueError, match="texts: no answer of two tokens"):  # the doctor knows its parts
         judge_texts(target, drafter, [])
 
 
 def test_its_default_is_speculators(tmp_path):
-    """Of rows, rank and head, where a config leaves them out."""
+    """A config without rows, rank and head means speculators' values."""
     left_out = dict.fromkeys(("sample_from_anchor", "markov_rank", "markov_head_type"), ...)
     publish(tmp_path, "speculators_dspark", pair("speculators_dspark")[1], **left_out)
     config = load_drafter_config(tmp_path)

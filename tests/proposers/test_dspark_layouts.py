@@ -1,6 +1,6 @@
-"""DSpark drafters of other layouts draft what their authors' definition drafts, from the tensors of the file.
+"""DSpark drafters of other layouts draft by their authors' definition, from the tensors of the file.
 
-The definition is written down here once more, row by row and without this package's network: keys and values
+The definition stands here a second time, row by row and without this package's network: keys and values
 of the context through each layer's own projections, no mask within a block, and a draft of every row.
 """
 
@@ -73,7 +73,7 @@ def defined(folder, features, noise):
 
 
 def drafted(folder, target, features, anchor):
-    """The block's drafts by the definition: every row says the token after it, the one before adds to it."""
+    """The block's drafts by the definition: each row drafts the next token, with a bias of the one before."""
     state = load_file(folder / "model.safetensors")
     embedding = state.get("embed_tokens.weight", target.get_input_embeddings().weight)
     head = state.get("lm_head.weight", target.get_output_embeddings().weight)
@@ -92,7 +92,7 @@ def drafted(folder, target, features, anchor):
 
 @torch.no_grad()
 def compare(folder, target):
-    """(largest difference of hidden states, whether drafts are the definition's) of the loaded drafter."""
+    """(Largest difference of hidden states, equality of drafts) of definition and loaded drafter."""
     drafter = td.load_drafter(folder, target)
     generator = torch.Generator().manual_seed(4)
     features, anchor = torch.randn(CONTEXT, 64, generator=generator), 11
@@ -125,7 +125,7 @@ def test_a_block_of_seven_gives_seven_drafts(published):
 
 
 def test_pairs_turned_otherwise_are_seen(published, monkeypatch):
-    """Neighbours read as halves, and halves as neighbours."""
+    """Neighbours read as halves, and halves read as neighbours, change the states."""
     name, folder, target = published
     config = json.loads((folder / "config.json").read_text())
     config["rope_is_neox_style"] = not config.get("rope_is_neox_style", True)
@@ -150,7 +150,7 @@ def test_a_saved_drafter_turns_halves_for_every_reader(tmp_path):
 
 
 def test_a_partial_rotation_copied_of_the_target_is_not_deepspecs(tmp_path):
-    """DeepSpec's network turns all of a head, whatever its target does; another's is refused by the field."""
+    """DeepSpec's network turns all of a head for any target; another network refuses the field."""
     rope = {"rope_theta": 1000000, "rope_type": "default", "partial_rotary_factor": 0.25}
     fields = {"rope_parameters": rope, "partial_rotary_factor": 0.25}
     target, drafter = pair("deepspec")
@@ -163,17 +163,14 @@ def test_a_partial_rotation_copied_of_the_target_is_not_deepspecs(tmp_path):
 @pytest.mark.parametrize(
     ("block", "proposed", "field", "anchored"),
     [
-        (8, 8, None, True),
-        (8, 7, None, False),
-        (8, None, None, True),
-        (8, 7, True, True),
+        (8, 8, None, True), (8, 7, None, False), (8, None, None, True), (8, 7, True, True),
         (8, 8, False, False),
     ],
-)
+)  # fmt: skip
 def test_speculators_rows_are_told_by_the_field_or_by_the_number_of_proposals(
     block, proposed, field, anchored, tmp_path
 ):
-    """Drafters from before the field propose one token less than a block has rows."""
+    """Older drafters, without the field, propose one token fewer than a block has rows."""
     methods = [] if proposed is None else [{"proposal_type": "greedy", "speculative_tokens": proposed}]
     config, _ = fixture("speculators_dspark")
     given = {"block_size": block, "speculators_config": {"proposal_methods": methods}}

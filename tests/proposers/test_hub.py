@@ -22,7 +22,7 @@ def drafter():
     return make_drafter(make_target("qwen3"))
 
 
-class Hub:  # what the hub's API was asked for
+class Hub:  # the requests to the hub's API
     def __init__(self, there=()):
         self.there, self.calls, self.files = there, [], {}
 
@@ -102,7 +102,7 @@ def test_a_card_that_is_there_stays_unless_something_is_said(drafter, monkeypatc
     monkeypatch.setattr(hub, "HfApi", fresh)
     drafter.push_to_hub("mine")
     assert b"Not measured." in fresh.files["README.md"] and b"does not name" in fresh.files["README.md"]
-    assert b'load_drafter("me/mine"' in fresh.files["README.md"]  # the owner is whoever the token is of
+    assert b'load_drafter("me/mine"' in fresh.files["README.md"]  # the token's user is the owner
 
 
 def test_what_cannot_be_pushed_makes_no_repository(drafter, monkeypatch):
@@ -130,7 +130,7 @@ def test_automodel_never_makes_weights_up(drafter, tmp_path, auto, options):
         auto.from_pretrained(tmp_path, **options)
     again = td.DFlashDraftModel.from_pretrained(tmp_path)
     assert again.config.pad_token_id is None
-    # What is saved again from there says the same, and z-lab's own layout is none of ours.
+    # A second save writes the same config, and a checkpoint in z-lab's own layout has no pad id either.
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again/config.json").read_text() == (tmp_path / "config.json").read_text()
     publish(tmp_path)

@@ -1,4 +1,4 @@
-"""Drafters of every published layout: fields and tensors are ours, come back, or are refused."""
+"""Drafters of every published layout load with our fields and tensors, come back, or are refused."""
 
 import json
 import warnings
@@ -19,14 +19,7 @@ from torch_dflash.proposers.layouts.pieces import TensorSlice
 from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.student import KNOWN, Student
 
-OF_NO_NETWORK = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "num_target_layers",
-    "dtype",
-)
+OF_NO_NETWORK = tuple("architectures bos_token_id eos_token_id pad_token_id num_target_layers dtype".split())
 OF_NO_NETWORK += ("transformers_version", "tie_word_embeddings", "use_cache", "max_window_layers")
 
 
@@ -269,7 +262,7 @@ def test_what_no_draft_reads_is_named_in_one_warning_and_left_out(name, changes,
 
 
 def said_by_meaning():
-    """Of each a config.json that says nothing new of the network in the fixture."""
+    """Pairs (layout, changes of its config.json) that leave the network of the fixture as it is."""
     rope = {"rope_type": "default", "rope_theta": 1e6}
     yield from (
         ("zlab_flat", {"head_type": None, "mlp_bias": False, "unknown": "", "more": {}}),
@@ -333,7 +326,7 @@ def test_a_field_whose_meaning_cannot_be_honoured_has_its_own_words(name, change
 
 @pytest.mark.parametrize("name", ["zlab_flat", "deepspec"])
 def test_whether_a_drafter_is_quantised_its_tensors_say(name, tmp_path):
-    """A trainer may copy the config of its target, which was."""
+    """A trainer may copy the config of a quantised target."""
     own, method = pair(name)[1], {"quant_method": "fp8"}
     publish(tmp_path, name, own, quantization_config=method)
     with pytest.warns(UserWarning, match="quantization_config={'quant_method': 'fp8'}.*not read"):

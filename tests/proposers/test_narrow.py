@@ -1,4 +1,4 @@
-"""A drafter with a smaller vocabulary drafts what the whole one would, had its head these rows alone."""
+"""A drafter with a smaller vocabulary drafts as the whole one with these rows of the head alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A drafter that is loaded for a target: what does not fit is refused before any weight is read."""
+"""A drafter that does not fit its target is refused before any weight is read."""
 
 import json
 import warnings
@@ -26,7 +26,7 @@ def target():
 
 @pytest.fixture
 def nothing_is_read(monkeypatch):
-    """Whoever comes to transformers' own loading has been let through."""
+    """Fails a test that reaches transformers' own loading: the checks let the drafter through."""
     monkeypatch.setattr(
         PreTrainedModel, "from_pretrained", lambda *args, **given: pytest.fail("read weights")
     )
@@ -94,7 +94,7 @@ def heard(load) -> list[str]:
 
 
 def fitting(folder, target, **changes):
-    """A drafter's directory of which nothing is odd, but for ``changes``."""
+    """A sound drafter's directory, except for ``changes``."""
     rope = target.config.rope_parameters
     limit = target.config.max_position_embeddings
     given = {"rope_theta": rope["rope_theta"], "max_position_embeddings": limit, "dtype": "float32"}
@@ -172,7 +172,7 @@ def test_a_type_that_is_asked_for_counts_and_not_the_stored_one(tmp_path, target
 
 
 def test_tables_of_ids_are_no_type_of_weights(tmp_path, target):
-    """The first tensor of such files by name is d2t, of whole numbers."""
+    """d2t, a tensor of whole numbers, is the first tensor of such files by name."""
     publish_layout(tmp_path, "speculators", layout_pair("speculators")[1])
     raw = json.loads((tmp_path / "config.json").read_text())
     for dtype in (torch.float32, torch.bfloat16):

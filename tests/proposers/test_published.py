@@ -1,4 +1,4 @@
-"""Drafters as they are published: real shapes, the authors' own class, and what is refused."""
+"""Published drafters: real shapes, the authors' own class, and refusals."""
 
 import json
 
@@ -23,7 +23,7 @@ REAL["qwen3.5-27b"] = {
     "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
     "rope_theta": 10000000, "sliding_window": 4096, "use_sliding_window": True,
 }  # fmt: skip
-# Parameters in billions: of the published weight files.
+# Parameters of the published weight files, in billions.
 SIZES = {
     "qwen3-4b": (4.02, 0.537), "qwen3-8b": (8.19, 1.049), "llama-3.1-8b": (8.03, 1.049),
     "qwen3-coder-30b-a3b": (30.53, 0.474), "gpt-oss-20b": (20.91, 0.785),

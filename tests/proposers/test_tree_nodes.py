@@ -1,4 +1,4 @@
-"""Scored nodes: the best of them, joined and in preorder, against trees of paths by hand."""
+"""The best scored nodes, joined and in preorder, are those of trees of paths by hand."""
 
 import math
 import random
@@ -24,7 +24,6 @@ DEPTH = 5
 
 
 def scored(nodes):
-    """Each path of real nodes, with its score."""
     tokens, parent, score = (rows[0].tolist() for rows in nodes)
     paths = []
     for token, above in zip(tokens, parent, strict=True):
@@ -35,7 +34,7 @@ def scored(nodes):
 
 
 def some_tree(draw, count, ids=4):
-    """Random nodes without equal siblings, some of them none; none is likelier than its parent."""
+    """Random nodes without equal siblings, some of them unused; no node is likelier than its parent."""
     tokens, parent, score, taken = [], [], [], set()
     while len(tokens) < count:
         above = draw.randint(-1, len(tokens) - 1)
@@ -74,7 +73,7 @@ def test_the_best_of_joined_nodes_are_those_by_hand():
 
 
 def test_a_joined_node_has_one_parent(monkeypatch):
-    """Where equal nodes are not seen as equal, a path stands twice among the nodes."""
+    """Without a comparison of paths equal nodes stand twice in a join."""
     tokens, parent = (torch.tensor([row], dtype=torch.int32) for row in ([3, 4], [-1, 0]))
     same = Nodes(tokens, parent, torch.zeros(1, 2))
     assert scored(join(same, same, DEPTH)) == {(3,): 0, (3, 4): 0}
@@ -84,7 +83,7 @@ def test_a_joined_node_has_one_parent(monkeypatch):
 
 
 def test_nodes_that_are_not_drafted_take_no_score_of_others():
-    """What pads a part's draft may repeat an id that another part drafts."""
+    """The padding of a part's draft may repeat an id that another part drafts."""
     nothing = unscored(Draft(torch.zeros(1, 3, dtype=torch.int32), torch.tensor([0])), DEPTH)
     tokens, parent = (torch.tensor([row], dtype=torch.int32) for row in ([0, 5, 6], [-1, 0, -1]))
     drafted = Nodes(tokens, parent, torch.tensor([[-0.1, -0.5, -0.9]]))
@@ -145,7 +144,7 @@ def test_lookup_is_as_likely_as_its_match_is_long():
 class Known(Proposer):  # A branch of three, and another first token that is likelier than the branch's second
     name, width = "known", 8
 
-    def nodes(self, pstate, anchor, length, embed, head, asked):
+    def nodes(self, pstate, anchor, length, embed, head, request):
         tokens, parent = (torch.tensor([row], dtype=torch.int32) for row in ([5, 6, 7, 8], [-1, 0, 1, -1]))
         return Nodes(tokens, parent, torch.tensor([[-0.1, -0.5, -0.6, -0.3]])), pstate
 
@@ -204,7 +203,7 @@ def test_a_proposer_that_returns_other_things_than_nodes_is_told_what_to_return(
 
 
 def test_nodes_that_break_the_rules_in_a_program_index_nothing_outside():
-    """There nobody looks at values: what comes of them is cut by `read_tree`."""
+    """No check reads values in a program: `read_tree` cuts the results."""
     tokens, parent = (torch.tensor([row], dtype=torch.int32) for row in ([5, 6, 7, 8], [-1, 0, 1, 2]))
     for score in ([-4.0, -3.0, -2.0, -1.0], [-1.0, -9.0, -1.0, -1.0]):
         draft = in_preorder(best(Nodes(tokens, parent, torch.tensor([score])), 2), DEPTH)
@@ -219,13 +218,13 @@ def sampling(*temperatures):
 
 @pytest.mark.parametrize("kind", ["dflash", "narrow", "markov", "dflash2"])
 def test_branches_of_a_drafter_hold_its_chain(kind):
-    """The likeliest after the likeliest is what it drafts alone; with noise, with the noise."""
+    """The path of the likeliest nodes is the drafter's chain, without noise and with noise."""
     target, drafter = make_pair("llama", agree=6.0)
     if kind == "narrow":
         drafter = td.with_draft_vocabulary(drafter, target, list(range(0, 90, 3)))
     elif kind != "dflash":
         drafter = make_drafter(target, **({"markov_rank": 4} if kind == "markov" else SECOND))
-        with torch.no_grad():  # else what came before adds nothing
+        with torch.no_grad():  # otherwise the token before adds nothing
             for weight in (drafter.markov_head or drafter.candidate_selector).parameters():
                 weight.normal_()
     torch.manual_seed(0)

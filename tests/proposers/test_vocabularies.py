@@ -1,4 +1,4 @@
-"""Pairs of which one model has more ids: drafts hold what both know, and the text is the target's."""
+"""In pairs where one model has more ids drafts hold common ids alone, and the text is the target's."""
 
 import copy
 from functools import partial
@@ -44,7 +44,7 @@ def pairs():
 
 @pytest.fixture(scope="module")
 def plain():
-    """(A target with so many ids, its text); of more, it says the last one as often as its likeliest."""
+    """(A target of ``rows`` ids, its text); with more than `VOCAB` ids the text often holds the last one."""
     known = {}
 
     def get(target, rows):
@@ -71,7 +71,7 @@ def test_a_target_with_more_ids_is_drafted_for(pairs, plain, kind):  # under XLA
     target, drafter = pairs[kind]
     longer, text = plain(target, 112)
     assert torch.equal(decode(longer, drafter), text)
-    assert (text[:, -11:] == 111).any()  # anchors of which the drafter's tables have no row
+    assert (text[:, -11:] == 111).any()  # anchors without a row in the drafter's tables
 
 
 @pytest.mark.parametrize("kind", ["v1", "dflash2", "all", "speculators"])
@@ -82,7 +82,7 @@ def test_so_is_one_with_fewer(pairs, plain, kind):
         with refuses(ValueError, "mask_token_id=96 has no row in the target's embedding", "70 rows"):
             check_pair(shorter, drafter)
         drafter.config.mask_token_id = 60
-    if drafter.lm_head is not None:  # it would say what the target does not know
+    if drafter.lm_head is not None:  # the drafter would choose an id that the target does not know
         with torch.no_grad():
             head = drafter.lm_head.weight
             head[-1] = head[head.norm(dim=1).argmax()] * 2
@@ -90,7 +90,7 @@ def test_so_is_one_with_fewer(pairs, plain, kind):
 
 
 def test_drafts_are_those_that_they_were(pairs):
-    """What both know is chosen as before, and by hand nothing else."""
+    """Further ids of the head's table change no draft; a smaller table limits drafts to its rows."""
     for kind in ("v1", "dflash2", "markov", "all"):
         target, drafter = pairs[kind]
         head, hidden = target.get_output_embeddings().weight, torch.randn(2, 5, 32)

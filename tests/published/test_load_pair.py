@@ -153,12 +153,12 @@ FAMILIES = {
 }
 
 
-# Shapes that no source tells. Of the sizes that they give, the test below says whether they can be right.
+# Shapes without a source. The test below compares the resulting sizes with the published ones.
 ASSUMED = {
     # heads and MLP of Qwen3-8B's drafter, not of Llama
     "llama-3.1-8b": {"intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
     "kimi-k2.5": {"intermediate_size": 18432, "num_attention_heads": 64, "num_key_value_heads": 8},
-    # what the card's recipe does not give: it says eight layers and other taps
+    # not from the card's recipe, which has eight layers and other taps
     "qwen3-8b-dflash2": {
         "num_hidden_layers": 5, "target_layer_ids": [1, 9, 17, 25, 33], "hidden_size": 4096,
         "vocab_size": 151936, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -179,7 +179,6 @@ BYTES = {"GB": 1e9, "GiB": 2**30}
 
 
 def built(row):
-    """Its drafter on the meta device, in z-lab's fields."""
     given = {
         "num_hidden_layers": row.num_hidden_layers, "block_size": row.block_size or 8,
         "target_layer_ids": list(row.target_layer_ids or ()), "mask_token_id": row.mask_token_id,
@@ -189,7 +188,7 @@ def built(row):
     shape = given | {"sliding_window": None} | (row.shape or {}) | ASSUMED.get(row.name, {})
     shape = {"layer_types": ["full_attention"] * shape["num_hidden_layers"]} | shape
     if "sliding_attention" not in shape["layer_types"]:
-        shape["sliding_window"] = None  # which of its layers slide is not told, nor does it change a size
+        shape["sliding_window"] = None  # no source tells the sliding layers, and they change no size
     with init_empty_weights(include_buffers=False):
         return drafter_of(made(**shape))
 

@@ -1,4 +1,4 @@
-"""A file is whole or absent, whoever else writes or reads it, and no link leads a write away."""
+"""A file is whole or absent among other writers and readers, and no link leads a write away."""
 
 import json
 import os
@@ -73,16 +73,12 @@ def test_permissions_are_any_files(tmp_path, mask):
 
 DEEP = "[" * 100_000
 BAD = {
-    "{": "Expecting property name",
-    DEEP: "nested more than 200 levels",
-    '{"a": ' * 300 + "1" + "}" * 300: "nested more than 200 levels",
-    '{"a": NaN}': "NaN is no JSON",
-    "[-Infinity]": "-Infinity is no JSON",
-    "[1, -1e999]": "-1e999 is beyond the largest float",
-    "[" + "9" * 5000 + "]": "a number of 5000 digits",
-    '["\\ud83d"]': "'\\ud83d' is half a surrogate pair",
+    "{": "Expecting property name", DEEP: "nested more than 200 levels",
+    '{"a": ' * 300 + "1" + "}" * 300: "nested more than 200 levels", '{"a": NaN}': "NaN is no JSON",
+    "[-Infinity]": "-Infinity is no JSON", "[1, -1e999]": "-1e999 is beyond the largest float",
+    "[" + "9" * 5000 + "]": "a number of 5000 digits", '["\\ud83d"]': "'\\ud83d' is half a surrogate pair",
     '{"\\udc00 is no name": 1}': "'\\udc00' is half a surrogate pair",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -1,4 +1,4 @@
-"""What tests share: tiny models, scripted drafters, the authors' own code, refusals."""
+"""Shared parts of the tests: tiny models, scripted drafters, the authors' own code, refusals."""
 
 from importlib.metadata import version
 from pathlib import Path

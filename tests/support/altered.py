@@ -1,4 +1,4 @@
-"""Llamas that read something else than their embeddings."""
+"""Llamas that read changed embeddings."""
 
 import transformers as hf
 
@@ -7,7 +7,7 @@ from torch_dflash.cache.view import CACHE
 
 
 def llama(name, init=None, **more):
-    """A class named ``name``; ``init(model)`` adds to what is built."""
+    """A class named ``name``; ``init(model)`` adds parts to a new model."""
 
     def __init__(self, config):
         hf.LlamaForCausalLM.__init__(self, config)
@@ -19,7 +19,7 @@ def llama(name, init=None, **more):
 def altered(name, change, init=None, **more):
     """A Llama that reads ``change(model, embeddings [B, L, D], ids, tokens in the cache)``.
 
-    Without a cache, None are in it.
+    Without a cache the last argument is None.
     """
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
@@ -31,5 +31,4 @@ def altered(name, change, init=None, **more):
 
 
 def tiny(kind, **fields):
-    """A random model of ``kind``."""
     return randomise(kind(hf.LlamaConfig(**BASE, **fields)), 0)

@@ -1,4 +1,4 @@
-"""Products in other types than the weights': (dtype of the pair, options of `td.compile`)."""
+"""Products in another type than the weights': (dtype of the pair, options of `td.compile`)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the authors' loop, transformers' own loop and ours draft in each round, recorded to be compared."""
+"""Records of the drafts of the authors' loop, transformers' own loop and ours, for comparison."""
 
 import warnings
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ NEW = 26
 CHUNK = 16
 EXACT = 1e-5  # the same computation on the same inputs
 # Over a whole run each side computes the target's features itself, and random weights that let the choice of
-# a token hang on the whole context also let rounding grow. A broken convention is off by more than 1e-3.
+# a token depend on the whole context also let rounding grow. A broken convention is off by more than 1e-3.
 LOOP = 1e-4
 PROMPTS = (37, 9, 21)  # three chunks, one, two; each with padding on the right
 
@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-class Pass(NamedTuple):  # one draft pass of one row as its network saw it, batch dimension kept
+class Pass(NamedTuple):  # the inputs of one draft pass of one row, with the batch dimension
     noise: torch.Tensor
     context: torch.Tensor
     position: torch.Tensor
@@ -82,7 +82,7 @@ class Run:
 
 
 def prompts() -> list[list[int]]:
-    # A seed with which the two best logits lie far apart in all cases, so that no other rounding flips a
+    # A seed that keeps the two best logits far apart in all cases, so that no other rounding flips a
     # choice: 0.03 in the targets; in the drafts 50 times the difference between the loops.
     generator = torch.Generator().manual_seed(6)
     return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in PROMPTS]
@@ -143,7 +143,7 @@ def authors_run(case: Case, prompt: list[int], new: int) -> Run:
 
 @contextmanager
 def as_before_5_24():
-    """Let the authors' loop call a cache as transformers did before."""
+    """Lets the authors' loop call a cache by the older interface of transformers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
         yield
@@ -186,7 +186,6 @@ def replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
 
 @torch.no_grad()
 def authors_replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
-    """The authors' network on the same passes."""
     cache, found = authors._make_cache(case.theirs.config), {}
     for noise, context, position in run.passes:
         start = int(position[0, -noise.shape[1]])
@@ -198,7 +197,7 @@ def authors_replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
 
 
 def _drafting(pair, state):
-    """Hidden states given to the head [B, W-1, H] and drafts [B, W-1] of the round to come."""
+    """Hidden states before the head [B, W-1, H] and drafts [B, W-1] of the next round."""
     seen = []
 
     def head(hidden):
@@ -233,7 +232,7 @@ def make_engine(case: Case, runtime: str):
     return td.compile(case.target, case.drafter, **options)
 
 
-class Features:  # per row, the target features the proposer was given since they were last taken
+class Features:  # per row, the target features that the proposer got since the last reading
     def __init__(self, proposer, rows: int):
         self.rows = [[] for _ in range(rows)]
         for name in ("ingest", "observe"):
@@ -253,9 +252,9 @@ class Features:  # per row, the target features the proposer was given since the
 
 
 def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]:
-    """Our loop, looked at before each round. Eager runs have ``passes``: what a network that computed the
-    target's features as ours did would be given. Of XLA's, ``passes`` stay empty, but before each round the
-    state is brought to torch, where the same drafts must come of it."""
+    """Our loop, observed before each round. Eager runs have ``passes``: the inputs of a network with the
+    features that our target computed. XLA's runs have no ``passes``, but before each round the
+    state is brought to torch and gives the same drafts there."""
     engine = make_engine(case, runtime)
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
     request = engine.read(*pad(prompts()), options)
@@ -317,7 +316,7 @@ def gap(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> fl
 
 
 def whole(run: Run, first: int, new: int, width: int) -> list[int]:
-    """The acceptance lengths of rounds that could not meet the cap."""
+    """The acceptance lengths of rounds that the cap could not cut."""
     kept, start = [], first
     for length in run.accepted:
         if start + width <= first + new:
@@ -337,12 +336,12 @@ def around(owner, name, wrapper):
 
 
 def loop_gap(case) -> float:
-    """Check 1: our loop against the authors', where rounds begin at the same position. The text is right."""
+    """Check 1: our loop against the authors', in rounds that begin at the same position. Texts are equal."""
     runs = engine_runs(case)
     assert [run.text for run in runs] == [run.text for run in case.runs]
     return max(gap(run.hidden, theirs.hidden) for run, theirs in zip(runs, case.runs, strict=True))
 
 
 def network_gap(case) -> float:
-    """Check 2: our pinned `forward` on what the authors' network was given."""
+    """Check 2: our pinned `forward` on the inputs of the authors' network."""
     return max(gap(replay(case, run), run.hidden) for run in case.runs)

@@ -1,4 +1,4 @@
-"""A tiny pair's configs without weights, for commands that need no more."""
+"""A tiny pair's configs without weights, for commands that read configs alone."""
 
 import torch_dflash as td
 from support.tiny import BASE, FAMILIES, MASK

@@ -16,7 +16,7 @@ FOLDER = str(ROOT / "examples" / "in_a_repository")
 
 
 def pair_of(family: str) -> tuple[Any, Any]:
-    """A target of ``family``, and a drafter of which about half the drafts are right."""
+    """A target of ``family``, and a drafter with about half the drafts right."""
     if family in FAMILIES:
         return make_pair(family, agree=2.5)
     cls, config, extra = MORE[family]
@@ -38,7 +38,7 @@ def custom_generate(pair, inputs, runtime="eager", **options):
 
 
 def folder(pair, inputs, **options):
-    """``target.generate(custom_generate="a repository")``, of one that holds our folder."""
+    """``target.generate(custom_generate="a repository")`` with a repository that holds our folder."""
     asked = {"custom_generate": FOLDER, "trust_remote_code": True, "runtime": "eager"} | options
     return pair[0].generate(**inputs, **asked, assistant_model=pair[1])
 

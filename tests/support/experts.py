@@ -1,4 +1,4 @@
-"""Mixtures of experts as transformers' decorator makes them."""
+"""Mixtures of experts with transformers' decorator."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ INNER = 10
 CHOSEN = 4
 
 
-class Experts(nn.Module):  # what transformers' decorator makes of an experts class; the flags as arguments
+class Experts(nn.Module):  # an experts class after transformers' decorator; the flags are arguments
     _is_expert_parallel = False
     _apply_gate = _default_apply_gate
 

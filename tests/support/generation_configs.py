@@ -1,7 +1,7 @@
-"""What the generation configs of much used instruct models ask for, whatever their files hold besides.
+"""The options in the generation configs of popular instruct models, without other fields of the files.
 
-Ids are stood in for: ``stops`` is how many stop ids a model has, ``suppress`` how many ids it never says. So
-is ``max_length``, of thousands in their files.
+Counts stand in for ids: ``stops`` is the number of stop ids, ``suppress`` that of suppressed ids.
+``max_length`` is smaller than the thousands in the files.
 """
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "stops": 2}
@@ -29,7 +29,7 @@ CONFIGS = {
     "Falcon 3": {"stops": 1},
     "LFM2": {"do_sample": True, "temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05, "stops": 1},
     "Hunyuan": QWEN | {"repetition_penalty": 1.05, "stops": 1},
-    # Of no model: lists as speech models have them, beside what others ask for.
+    # Of no model: the lists of speech models, with options of others.
     "suppress lists": {
         "do_sample": True,
         "repetition_penalty": 1.2,

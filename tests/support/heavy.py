@@ -1,15 +1,15 @@
-"""Which cases `make test` leaves out: each is a further one of what another case shows, or takes long."""
+"""The cases that `make test` leaves out: each repeats the point of another case, or takes long."""
 
 import re
 
 from support import ROOT
 
 PATTERNS = (ROOT / "tests" / "heavy.txt").read_text().splitlines()
-"""Node ids below tests/, where ``*`` stands for any text."""
+"""Node ids below tests/; ``*`` stands for any text."""
 
 
 def heavy_cases(cases: set[str]) -> tuple[set[str], list[str]]:
-    """Those of ``cases`` that are heavy, and the patterns that name none of them."""
+    """The heavy ones among ``cases``, and the patterns that match no case."""
     named = {pattern: _named(pattern, cases) for pattern in PATTERNS}
     return set().union(*named.values()), [pattern for pattern, found in named.items() if not found]
 

@@ -1,4 +1,4 @@
-"""What each of two processes does: ``python -m support.host_scenarios RANK PORT NAME ...``."""
+"""Runs a scenario in each of two processes: ``python -m support.host_scenarios RANK PORT NAME ...``."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ def say(*words: Any) -> None:
 
 
 def other_prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """What process 1 is given in the place of `prompts`: nobody reads it."""
+    """The input of process 1 in the place of `prompts`: no process reads it."""
     return torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
 
 
@@ -30,7 +30,7 @@ def plain_target(layers: int = 1) -> Any:
 
 
 def equal(rank: int, family: str, cache: str, drafter: str, seed: str) -> None:
-    """Both say what one device says of process 0's prompts, with the seed that it has or draws."""
+    """Both give one device's text for process 0's prompts, with the seed that process 0 has or draws."""
     pair = make_sliceable(family, "2x2", drafter)
     engine = td.compile(*pair, mesh="auto", cache=cache, **FIXED)
     alone = td.compile(*pair, runtime="eager", cache=cache, **FIXED)
@@ -48,7 +48,7 @@ def equal(rank: int, family: str, cache: str, drafter: str, seed: str) -> None:
 
 
 def doors(rank: int, folder: str) -> None:
-    """Every other door: what is read of a checkpoint, td.generate, streams, states, refusals."""
+    """Every other door: checkpoints, td.generate, streams, states, refusals."""
     from torch_dflash.storage.weight_files import Stored
 
     read, part, whole = [0], Stored.read_part, Stored.read
@@ -88,7 +88,7 @@ def doors(rank: int, folder: str) -> None:
         length = int(mask.sum())
         assert tokens[row, length : length + 30].tolist() == new[-30:].tolist(), row
     refusals(rank, engine, given)
-    assert torch.equal(engine.generate(*given, **ASKED), wanted)  # none of it has done harm
+    assert torch.equal(engine.generate(*given, **ASKED), wanted)  # no refusal has done harm
     say("checked")
 
 
@@ -112,7 +112,7 @@ def small() -> tuple[Any, Any]:
     return make_sliceable("qwen3", "2x2", "v1")
 
 
-class Slow:  # a streamer that says when a chunk has come; ``then`` is done at the second
+class Slow:  # a streamer that prints at each chunk; ``then`` runs at the second
     def __init__(self, then: Any = None):
         self.then, self.chunks = then, 0
 
@@ -144,9 +144,9 @@ def raising(rank: int, who: str) -> None:
 
 
 def leaving(rank: int, how: str) -> None:
-    """One process ends, and the other makes one call more."""
+    """One process ends, and the other makes another call."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=64)
-    engine.meet("warmup")
+    engine.synchronize("warmup")
     if rank and how == "by an error":
         raise ZeroDivisionError("of mine")
     if not rank:
@@ -167,7 +167,7 @@ held: list[Any] = []
 
 
 def keeping(rank: int) -> None:
-    """Both read a little of a stream and come to their end, one of them later."""
+    """Both read a little of a stream and end, one of them later."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=128, rounds_per_chunk=1)
     held.append(engine.stream(prompts()[0][:1], max_new_tokens=80, eos_token_id=None))
     say(next(held[0]), next(held[0]))
@@ -176,7 +176,7 @@ def keeping(rank: int) -> None:
 
 
 def differing(rank: int, what: str) -> None:
-    """The processes make different calls; both are told, and go on."""
+    """The processes make different calls; both get an error, and continue."""
     target = plain_target()
     if what == "weights" and rank:
         with torch.no_grad():

@@ -13,7 +13,7 @@ from support import COMPILE_FAST, ROOT
 
 FLAGS = f"--xla_force_host_platform_device_count=2 {COMPILE_FAST}"
 PATIENT = 3600
-"""Seconds that JAX itself waits for heartbeats: what ends a process in these tests is ours."""
+"""Seconds that JAX itself waits for heartbeats: our watch ends a process sooner in these tests."""
 PAUSE = 0.1
 SILENT = 8
 """In the place of `jax_bridge.hosts.watch.SILENT`, in beats of a second."""
@@ -69,6 +69,6 @@ class Two:  # the two processes that run ``scenario`` of `support.host_scenarios
         raise AssertionError(f"process {rank} hangs: {self.told(rank)}")
 
     def told(self, rank: int) -> tuple[str, str]:
-        """The last of what one has printed so far."""
+        """The ends of a process's output and errors so far."""
         out, err = (file.read_text()[-4000:] for file in self._files[rank])
         return out, err

@@ -8,7 +8,7 @@ from support.tokenizers import TEMPLATE, byte_tokenizer
 REVISION = "0" * 39 + "1"
 
 
-class HubCache:  # ``folder(id)`` is what a repository's only revision holds
+class HubCache:  # ``folder(id)`` is the folder of a repository's only revision
     def __init__(self, root):
         self.root = root
         self.target = make_target("qwen3", vocab_size=257, eos_token_id=0)

@@ -1,4 +1,4 @@
-"""Tiny random targets with recurrent layers, one for each kind of state, and how far a walk is off."""
+"""Tiny random targets with recurrent layers, one for each kind of state, and the error of a walk."""
 
 from typing import cast
 
@@ -43,7 +43,7 @@ KINDS = {
         {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "tie_word_embeddings": False},
     ),
 }
-"""Gated delta rule; a decay per channel beside latent attention; Mamba-2 beside attention; convolutions."""
+"""Gated delta rule; a decay per channel with latent attention; Mamba-2 with attention; convolutions."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS |= {"shared_expert_intermediate_size": 16}
 BY_FOUR = DELTA | ATTENDS | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -57,7 +57,7 @@ SLICEABLE = {
     ),
     "qwen3_next": (hf.Qwen3NextForCausalLM, hf.Qwen3NextConfig, BY_FOUR | EXPERTS),
 }
-"""Those whose heads divide over four chips, and one of two key heads, whose recurrent layers stay whole."""
+"""Kinds with heads that divide over four chips, and one with two key heads and whole recurrent layers."""
 
 
 def make_hybrid(kind: str = "qwen3_5", seed: int = 0, gain: float = 2.0, **overrides):
@@ -83,8 +83,8 @@ def walk_gap(
 ) -> float:
     """The largest distance, relative, of logits in a walk of random acceptance from an uncached forward's.
 
-    Three ragged prompts are read in two chunks, then blocks of ``width`` rows are verified, of which none to
-    all are kept; the others are other tokens, or of embeddings that are ``poison``, as padding is. One row's
+    Three ragged prompts are read in two chunks, then blocks of ``width`` rows are verified, and none to
+    all rows are kept; the others are other tokens, or ``poison`` embeddings, as padding is. One row's
     occupant changes in mid-walk.
     """
     generator = torch.Generator().manual_seed(5)

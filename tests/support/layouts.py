@@ -1,4 +1,4 @@
-"""Drafters of every layout as they are published, at reduced size, and what z-lab would write for each."""
+"""Drafters of every published layout at reduced size, and the same drafters in z-lab's fields."""
 
 import json
 import re
@@ -36,7 +36,7 @@ EXPECTED = {
     "speculators_dflash2": SLIDING | SECOND | {"is_causal": False},
     "zlab_flat": {},
 }
-"""Of each what its fields mean, in ours; the rest is as in `expected`."""
+"""The meaning of each layout's fields in ours; other fields are those of `expected`."""
 
 
 def fixture(name):
@@ -46,7 +46,7 @@ def fixture(name):
 
 
 def expected(name):
-    """A drafter of ours, written down field by field without the fixture; random weights."""
+    """Our drafter, written down field by field without the fixture; random weights."""
     fields = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -59,7 +59,7 @@ def expected(name):
 
 
 def pair(name):
-    """A target, and `expected`, whose own embedding and head, if any, are the target's for some ids."""
+    """A target, and `expected`; a drafter's own embedding and head, if any, are the target's for some ids."""
     target, drafter = make_target("qwen3"), expected(name)
     correlate(target, drafter, 8.0)
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
@@ -80,7 +80,7 @@ def pair(name):
 
 
 def with_more_ids(target, rows=VOCAB + 15):
-    """``target``, resized in place: it says its last id often, which no drafter knows."""
+    """``target``, resized in place: its text often holds the last id, which no drafter knows."""
     target.resize_token_embeddings(rows, mean_resizing=False)
     with torch.no_grad():
         head = target.get_output_embeddings().weight
@@ -96,7 +96,7 @@ def said_ids(head):
 
 
 def published(name, drafter):
-    """The weights of ``drafter`` under the names of a layout, and the file beside them; written by hand."""
+    """The weights of ``drafter`` under the names of a layout, and the config; written by hand."""
     state = {tensor: value.detach().clone() for tensor, value in drafter.state_dict().items()}
     if name == "assistant":
         state["encoder.fc.weight"] = state.pop("fc.weight")
@@ -108,7 +108,7 @@ def published(name, drafter):
             state[attention + "qkv_proj.weight"] = torch.cat(fused)
             fused = [state.pop(f"{mlp}{one}_proj.weight") for one in ("gate", "up")]
             state[mlp + "gate_up_proj.weight"] = torch.cat(fused)
-    if "markov_head.markov_w1.weight" in state:  # the confidence head beside it is not ours
+    if "markov_head.markov_w1.weight" in state:  # our drafters have no confidence head
         state["confidence_head.proj.weight"] = torch.ones(1, 40)
         state["confidence_head.proj.bias"] = torch.ones(1)
     if name == "liquid_dspark":  # channels that turn together lie side by side: 0 and 8 of 16, then 1 and 9

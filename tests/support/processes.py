@@ -17,7 +17,7 @@ ASKED = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_tok
 
 
 def decode(told) -> None:
-    """What a spawned worker says with the default runtime."""
+    """Sends a spawned worker's text with the default runtime."""
     told.send(td.generate(make_target("llama"), None, IDS, **ASKED).tolist())
 
 
@@ -29,10 +29,10 @@ def _said(call) -> str:
 
 
 def in_a_fork(calls) -> dict[str, str]:
-    """What each of ``calls`` says in a forked child; one that waits ends the child after 30 s."""
+    """Results of ``calls`` in a forked child; a call that waits ends the child after 30 s."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX's own, of forks
+        warnings.simplefilter("ignore")  # JAX's own warning of forks
         child = os.fork()
     if child == 0:
         for name, call in calls.items():

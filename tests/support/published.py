@@ -1,41 +1,22 @@
-"""Drafter directories as they are published."""
+"""Drafter directories in the published form."""
 
 import json
 
 import torch
 from safetensors.torch import save_file
 
-# What z-lab's config.json files hold; sizes shrunk. No embedding, no head, remote code on offer.
+# The fields of z-lab's config.json files, with small sizes. No embedding, no head, remote code on offer.
 PUBLISHED = {
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "block_size": 8,
-    "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]},
-    "dtype": "bfloat16",
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "layer_types": ["full_attention", "full_attention"],
-    "max_position_embeddings": 512,
-    "max_window_layers": 2,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "num_target_layers": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 97,
-}
+    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "attention_bias": False, "attention_dropout": 0.0, "block_size": 8,
+    "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}, "dtype": "bfloat16", "head_dim": 16,
+    "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 48,
+    "layer_types": ["full_attention", "full_attention"], "max_position_embeddings": 512,
+    "max_window_layers": 2, "model_type": "qwen3", "num_attention_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "num_target_layers": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 97,
+}  # fmt: skip
 
 
 SLIDING = "sliding_attention"
@@ -71,7 +52,7 @@ def tensors_for(config, seed=0):
 
 
 def publish(folder, tensors=None, **changes):
-    """Write a directory as z-lab publishes it; a change to ... removes the field."""
+    """Writes a directory in z-lab's published form; a change to ... removes the field."""
     config = {name: value for name, value in (PUBLISHED | changes).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "dflash.py").write_text("raise RuntimeError('remote code ran')\n")

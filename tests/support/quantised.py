@@ -1,4 +1,4 @@
-"""Small checkpoints with quantised weights in the fields that are published."""
+"""Small checkpoints with quantised weights in published fields."""
 
 import json
 
@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 def publish(name, folder, block=BLOCK):
-    """A random model of ``name`` in published fields: codes and scales of blocks, the rest as it is."""
+    """A random model of ``name`` in published fields: codes and scales of blocks, other tensors unchanged."""
     kind, config, fields = KINDS[name]
     torch.manual_seed(0)
     kind(config(**fields)).to(torch.bfloat16).save_pretrained(folder)
@@ -50,6 +50,5 @@ def publish(name, folder, block=BLOCK):
 
 
 def say(folder, **fields):
-    """Change fields of a config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))

@@ -1,4 +1,4 @@
-"""A pair, and what the pure-JAX reference reads of it."""
+"""A pair, and the pure-JAX reference's reading of the pair."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
-class Pair:  # a pair of models, and what the reference read from the files they were saved to
+class Pair:  # a pair of models, and the reference's reading of their saved files
     def __init__(self, folder, family, overrides):
         self.target = soften(make_target(family))
         self.drafter = make_drafter(self.target, **overrides)
@@ -34,13 +34,13 @@ class Pair:  # a pair of models, and what the reference read from the files they
 
 
 def soften(model):
-    """Attention less sharp than `randomise` makes it: over a run it multiplies rounding beyond EXACT."""
+    """Makes attention less sharp than `randomise` does: sharp attention multiplies rounding beyond EXACT."""
     names = [name for name, _ in model.named_parameters()]
     kind = "q_norm.weight" if any(name.endswith("q_norm.weight") for name in names) else "q_proj.weight"
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(kind):
                 weight.mul_(0.36)
-            if name.endswith("successor_codebook"):  # or random bonuses would decide every draft
+            if name.endswith("successor_codebook"):  # otherwise random bonuses would decide every draft
                 weight.mul_(0.1)
     return model

@@ -1,4 +1,4 @@
-"""What tests of refused input share: a prompt, a ban on decoding steps, and how a message is read."""
+"""Shared parts of tests of refused input: a prompt, a ban on decoding steps, a check of messages."""
 
 import re
 
@@ -12,7 +12,7 @@ IDS = torch.tensor([[3, 4, 5, 6]])
 
 @pytest.fixture(autouse=True)
 def no_step_runs(monkeypatch):
-    """Every error below must come before a step of decoding."""
+    """Fails a test that decodes a step before the error."""
 
     def ran(*args):
         pytest.fail("a step ran before the input was refused")

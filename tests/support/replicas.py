@@ -1,4 +1,4 @@
-"""Replicas on four CPU devices beside one engine. Run as a module, in a process of its own."""
+"""Replicas on four CPU devices, compared with one engine. Run as a module, in a separate process."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 
 
 class Case(NamedTuple):
-    """A pair (`support.slices.make_sliceable`), and what its replicas are.
+    """A pair (`support.slices.make_sliceable`), and the form of its replicas.
 
-    ``rows`` prompts are asked for, ``room`` is each replica's ``batch_size``, ``runtime`` the one engine's.
+    ``rows``: prompts. ``capacity``: each replica's ``batch_size``. ``runtime``: the one engine's.
     ``break_by``: a key of `BREAKS`.
     """
 
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     pick: str
     drafter: str
     rows: int = 5
-    room: int = 1
+    capacity: int = 1
     compiled: dict[str, Any] = {}
     runtime: str = "xla"
     break_by: str = ""
@@ -42,7 +42,7 @@ def ragged(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Texts and acceptance lengths of one engine and of replicas, and what was seen of their devices."""
+    """Texts and acceptance lengths of one engine and of replicas, and the devices of the replicas."""
     import torch_dflash as td
 
     target, drafter = make_sliceable(case.family, "2x2", case.drafter)
@@ -54,7 +54,7 @@ def compare(case: Case) -> dict[str, Any]:
     with counted() as traced_by_one:
         wanted = one.generate(*ragged(case.rows), **asked)
     front: Any = td.compile(
-        target, drafter, batch_size=case.room, mesh=case.mesh, replicas=case.replicas, **options
+        target, drafter, batch_size=case.capacity, mesh=case.mesh, replicas=case.replicas, **options
     )
     BREAKS[case.break_by](front) if case.break_by else None
     seen = [state_devices(engine) for engine in front.engines]
@@ -83,7 +83,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 class counted:  # noqa: N801 - reads as a function
-    """How often torch has run each step, to trace it."""
+    """Counts torch's runs of each step: each run is a trace."""
 
     def __enter__(self) -> Counter:
         from torch_dflash.decode import Pair
@@ -111,7 +111,7 @@ def weight_devices(engine: Any) -> set[int]:
 
 
 def state_devices(engine: Any) -> set[int]:
-    """Where its states lie, as they are read from now on."""
+    """The devices of the engine's states, filled at each later reading."""
     seen, runtime = set(), engine.runtime
     read = runtime.read
 
@@ -127,7 +127,7 @@ def state_devices(engine: Any) -> set[int]:
 
 
 def exchanged(front: Any) -> list[str]:
-    """What the compiled programs of all replicas exchange between devices."""
+    """The kinds of collectives in the compiled programs of all replicas."""
     texts = [program.as_text() for program in front.runtime._programs._compiled.values()]
     return [kind for kind in COLLECTIVES if any(kind in text for text in texts)]
 

@@ -1,4 +1,4 @@
-"""A generation that is saved on one runtime and goes on in another."""
+"""A generation that is saved on one runtime and continues in another."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from support.tiny import ragged_prompts
 
 
 def ends(target: Any, drafter: Any, here: str, there: str, folder: Any, new: int) -> list[list]:
-    """Tokens and accepted counts of a batch of two rows: ended ``here``; saved there, and ended ``there``."""
+    """Tokens and accepted counts of a batch of two rows: finished ``here``; saved, and finished ``there``."""
     first, second = (
         td.compile(target, drafter, runtime=runtime, max_length=64, batch_size=2, rounds_per_chunk=2)
         for runtime in (here, there)

@@ -1,4 +1,4 @@
-"""A proposer that drafts what a test tells it to, and the target's own text to compare with."""
+"""A proposer that drafts a test's script, and the target's own text for comparison."""
 
 import torch
 
@@ -26,7 +26,7 @@ class Scripted(Proposer):
         return Draft(tokens, torch.full_like(length, self.width - 1)), pstate
 
     def say(self, rows: list[list[int]], shift: int = 0, vocab: int = 1 << 30) -> None:
-        """Draft these whole rows, prompts included, every id moved by ``shift``."""
+        """Sets the script to whole rows, prompts included, every id moved by ``shift``."""
         self.script.zero_()
         for row, tokens in enumerate(rows):
             self.script[row, : len(tokens)] = (torch.tensor(tokens) + shift) % vocab
@@ -44,7 +44,7 @@ def pad(prompts: list[list[int]], side: str = "left") -> tuple[torch.Tensor, tor
 
 
 def run(engine, prompts: list[list[int]], side: str = "left", **options):
-    """(the new part [B, new] of what the engine returns, its statistics)."""
+    """(The new part [B, new] of the engine's output, its statistics)."""
     ids, mask = pad(prompts, side)
     options = {"eos_token_id": None, "pad_token_id": 0} | options
     out = engine.generate(ids, mask, return_dict_in_generate=True, **options)
@@ -53,7 +53,7 @@ def run(engine, prompts: list[list[int]], side: str = "left", **options):
 
 
 def own_text(target, prompt: list[int], new: int, eos=None) -> list[int]:
-    """What the target itself says greedily: transformers' `generate` on one row without padding."""
+    """The target's own greedy text: transformers' `generate` on one row without padding."""
     ids = torch.tensor([prompt])
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
     options |= {"do_sample": False, "eos_token_id": list(eos) if eos else None, "pad_token_id": 0}
@@ -101,8 +101,8 @@ def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) 
 def assert_same_text(engine, prompt, wanted, got, accepted) -> None:
     """The texts are equal, or first differ at a tie of the target's two best logits.
 
-    A tie is a gap below twice the largest difference that computing the position's logits in the block
-    makes against computing them alone; ``accepted`` (the row's acceptance lengths) says where blocks began.
+    A tie is a gap below twice the largest difference between the position's logits in the block
+    and its logits alone; ``accepted`` (the row's acceptance lengths) gives the beginnings of blocks.
     """
     if wanted == got:
         return

@@ -1,4 +1,4 @@
-"""Pairs on four CPU devices beside the same pairs on one. Run as a module, in a process of its own."""
+"""Pairs on four CPU devices, compared with one device. Run as a module, in a separate process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 2}
 HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR), "whole": (SIX, SIX)}
-"""Of target and drafter: two K/V heads, each on two devices; four, one each; some that stay whole."""
+"""K/V heads of target and drafter: two, each on two devices; four, one each; some that stay whole."""
 PICKS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
@@ -46,9 +46,9 @@ OTHERS = {"plain": None, "ngram": NGramProposer(4)}
 
 
 class Case(NamedTuple):
-    """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and what drafts.
+    """A target's family, its cache, the K/V heads (`HEADS`), the way tokens are picked, and the drafter.
 
-    What drafts is one of `DRAFTERS` or `OTHERS`; behind it may stand a form, of `FORMS`.
+    The drafter is one of `DRAFTERS` or `OTHERS`, perhaps with one of `FORMS` behind.
 
     ``compiled``, ``asked``: further options of the engine and of each call. ``runtime``: of the one device.
     """
@@ -88,7 +88,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """The text and acceptance lengths of one device and of four, and what compiled in a second call."""
+    """The text and acceptance lengths of one device and of four, and the compilations of a second call."""
     import torch_dflash as td
 
     target, drafter = make_sliceable(case.family, case.chips, case.drafter)
@@ -100,7 +100,7 @@ def compare(case: Case) -> dict[str, Any]:
         options = {"max_length": 96, "batch_size": 3, "cache": case.cache, "prefill_chunk_size": 32}
         filters = case.pick == "filters"
         engine = td.compile(target, drafter, filters=filters, **where, **options, **compiled)
-        if compiled.get("verify_width") == "auto":  # what a round costs would tell the two apart
+        if compiled.get("verify_width") == "auto":  # costs of rounds would make the two differ
             mix(engine, WIDTHS)
         for seed in (5, 6):
             asked = {"max_new_tokens": 30, "eos_token_id": None, "seed": seed}
@@ -119,12 +119,10 @@ def _told(out: Any) -> list[Any]:
 
 
 def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
-    """`compare` of each case, in a process with four CPU devices."""
     return json.loads(run_on_four(["-m", "support.slices"], json.dumps(cases)).splitlines()[-1])
 
 
 def run_on_four(arguments: list[str], given: str = "") -> str:
-    """What a fresh interpreter with four CPU devices prints."""
     environment = os.environ | {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     options = {"input": given, "capture_output": True, "text": True, "env": environment, "cwd": ROOT}
@@ -145,28 +143,28 @@ def main() -> None:
 
 
 def wrong_copies() -> None:
-    """Cut heads where a chip's queries are not its K/V heads' own."""
+    """Gives a chip queries that do not belong to its K/V heads."""
     import jax_bridge.mesh.rules as rules
 
     rules.are_cut = lambda heads, mesh: True
 
 
 def first_chips_place() -> None:
-    """Forget in the argmax which chip a place is on."""
+    """Forgets in the argmax the chip of a place."""
     import jax_bridge.mesh.best as best
 
     best.jax.lax.axis_index = lambda axes: 0
 
 
 def channels_in_a_row() -> None:
-    """Cut a convolution's channels as if they were not blocks of queries, keys and values."""
+    """Cuts a convolution's channels as if they were not blocks of queries, keys and values."""
     import jax_bridge.mesh.put as put
 
     put.rows_of_chip = lambda chip, way: [chip]
 
 
 def first_chips_drafts() -> None:
-    """Forget which chip the likeliest drafts are on."""
+    """Forgets the chip of the likeliest drafts."""
     import jax_bridge.ops as ops
 
     likeliest = ops.likeliest_on_slice

@@ -36,5 +36,4 @@ def cached(**changes) -> FeatureOptions:
 
 
 def checksums(folder: Path) -> dict[str, dict]:
-    """What the feature shards say of themselves; their order in the file is safetensors' own."""
     return {path.name: safe_open(path, "pt").metadata() for path in sorted(folder.glob("features-*"))}

@@ -1,4 +1,4 @@
-"""A whole state as the host sees it, for tests that look at all of it."""
+"""A whole state on the host, for tests that compare all fields."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,6 @@ FIELDS = ("tokens", "length", "done", "accepted", "rounds")
 
 
 def look(runtime, state) -> SimpleNamespace:
-    """The fields of ``state`` as numpy arrays; it stays usable."""
+    """The fields of ``state`` as numpy arrays; the state stays usable."""
     found = runtime.fetch({name: getattr(state, name) for name in FIELDS})
     return SimpleNamespace(**{name: value.numpy() for name, value in found.items()})

@@ -27,7 +27,7 @@ class Tabled(Proposer):  # drafts row b's tree at position p from tables [B, S, 
         return Draft(tokens, self.valid.gather(1, at)[:, 0], parent), pstate
 
     def fill(self, texts: list[list[int]], tree: Callable[[list[int], random.Random], tuple]) -> None:
-        """At each position of whole ``texts`` the (tokens, parent) that ``tree`` makes of what follows."""
+        """Fills the table: at each position of ``texts`` the (tokens, parent) of ``tree(next tokens)``."""
         draw = random.Random(5)
         self.valid.zero_()
         for row, text in enumerate(texts):
@@ -40,7 +40,6 @@ class Tabled(Proposer):  # drafts row b's tree at position p from tables [B, S, 
 
 
 def shape(nodes: int, depth: int, draw: random.Random) -> list[int]:
-    """Parents of a random tree in preorder."""
     parent, path = [], []
     for node in range(nodes):
         path = path[: draw.randint(max(0, len(path) - 2), min(len(path), depth - 1))]
@@ -50,7 +49,7 @@ def shape(nodes: int, depth: int, draw: random.Random) -> list[int]:
 
 
 def with_path(nodes: int, depth: int, right: bool = True, vocab: int = 90) -> Callable:
-    """Trees in a random branch of which the continuation is hidden, as deep as the branch; or never right."""
+    """Trees with the continuation in a random branch, as deep as the branch; or never right."""
 
     def tree(ahead: list[int], draw: random.Random) -> tuple[list[int], list[int]]:
         parent = shape(nodes, depth, draw)

@@ -1,4 +1,4 @@
-"""What the layers of a target give: as it is tapped here, and as transformers hands it out."""
+"""Outputs of a target's layers: by our taps, and by transformers' ``hidden_states``."""
 
 import runpy
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ def build(case, seed=0):
     if case == "gemma2":
         target.set_attn_implementation("eager")  # sdpa drops its softcap in some versions
     with torch.no_grad():
-        for module in target.modules():  # norms that `randomise` does not know by name
+        for module in target.modules():  # `randomise` does not know these norms by name
             weight = getattr(module, "weight", None)
             if "norm" in type(module).__name__.lower() and weight is not None and weight.abs().mean() < 0.6:
                 weight.mul_(4)
@@ -33,7 +33,7 @@ def build(case, seed=0):
 
 
 def drafter_for(target, **overrides):
-    """A random drafter for a target whose text's config may lie within its own."""
+    """A random drafter for a target; a text config may lie within the target's config."""
     base = target.config.get_text_config()
     sizes = {"hidden_size": base.hidden_size, "num_hidden_layers": base.num_hidden_layers}
     sizes |= {"vocab_size": base.vocab_size, "intermediate_size": 40}
@@ -58,7 +58,7 @@ def tapped_states(target, taps):
 
 
 def own_states(target):
-    """transformers' ``hidden_states``, of which the last is not normed."""
+    """transformers' ``hidden_states``, with the last one before the norm."""
     for module in target.modules():
         if hasattr(module, "config"):
             module.config.tie_last_hidden_states = False
@@ -76,7 +76,7 @@ def own_states(target):
 
 
 def gap(target, taps=None):
-    """The most by which a tap and ``hidden_states[tap + 1]`` differ, over the states' size."""
+    """The largest difference of a tap from ``hidden_states[tap + 1]``, over the states' size."""
     count = target.config.get_text_config().num_hidden_layers
     taps = tuple(range(count)) if taps is None else taps
     ours, theirs = tapped_states(target, taps), own_states(target)

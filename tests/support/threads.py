@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def in_threads(*jobs):
-    """Run ``jobs`` at once; what any of them raised."""
+    """Runs ``jobs`` at once; returns their errors."""
     errors = []
 
     def guarded(job):
@@ -25,7 +25,7 @@ def in_threads(*jobs):
 
 
 def in_time(job, seconds=60):
-    """What ``job`` returns or raises; a job that waits for ever is a failure, not a test that never ends."""
+    """Returns or raises as ``job`` does; a job that waits for ever fails the test."""
     done = []
 
     def run():
@@ -45,7 +45,7 @@ def in_time(job, seconds=60):
 
 
 def beside(job, forward, look):
-    """What ``job`` returns; wherever it runs ``forward``, a function, another thread runs ``look``."""
+    """Returns the result of ``job``; at each place that calls ``forward`` another thread runs ``look``."""
     places = set()
     with ThreadPoolExecutor(1) as other:
 

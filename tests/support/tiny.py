@@ -19,7 +19,7 @@ __all__ += ["make_target", "ragged_prompts", "randomise", "small_pair"]
 
 
 def small_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafter):
-    """`make_pair` in half the layers, for tests of what does not depend on them: XLA takes half the time."""
+    """`make_pair` with half the layers, for tests that do not depend on depth: XLA takes half the time."""
     windows = {"max_window_layers": 1} if family == "qwen2" else {}
     target = make_target(family, seed, num_hidden_layers=2, **windows)
     drafts = make_drafter(

@@ -10,7 +10,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}>{% endif %}"
 )
 
-# A conversation begins with what was its prompt and its answer, as it does with most models' templates.
+# A conversation begins with its earlier prompt and answer, as in most models' templates.
 GROWING = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if terse %}!{% endif %}"
@@ -19,7 +19,7 @@ GROWING = (
 
 
 def byte_tokenizer(template=None, merges=()):
-    """One token per byte, so that characters beyond ASCII are cut anywhere, and of ``merges``; </s> stops."""
+    """One token per byte, so that characters beyond ASCII are cut anywhere, and ``merges``; </s> stops."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = ["</s>", *alphabet, *map("".join, merges)]
     vocab = {letter: number for number, letter in enumerate(letters)}

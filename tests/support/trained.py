@@ -27,7 +27,7 @@ from torch_dflash.train.fit.torch_trainer import fit
 from torch_dflash.train.options import FeatureOptions, Layers, RegenerateOptions
 
 VOCAB = 260  # 257 ids of the tokenizer, and some more
-MASK = 257  # of these, one that the target never says
+MASK = 257  # an id that the target never picks
 CONTEXT = 128
 TAPS = (0, 2, 3)  # the last is the target's last layer, for the KL loss
 NEW = 20
@@ -36,7 +36,7 @@ TEXTS = ("alpha", "be", "gamma ray", "delta 4", "e", "zeta zeta", "eta?", "theta
 
 
 @dataclass(frozen=True)
-class World:  # the saved target, and what the stages made of its prompts
+class World:  # the saved target, and the results of the stages for its prompts
     folder: Path
     target: Any
     tokenizer: Any
@@ -86,7 +86,7 @@ def student(world: World, objective: Objective | None = None, **changes) -> Stud
 
 
 def stop_at(tokenizer, target, folder: Path) -> None:
-    """Let one answer end early: an id that it says late, and no other answer, becomes a stop id."""
+    """Ends one answer early: an id that stands late in this answer, and in no other, becomes a stop id."""
     prompts = [Prompt("texts", [text]) for text in TEXTS]
     said = RegenerateOptions(max_new_tokens=NEW, runtime="eager")
     regenerate(target, tokenizer, prompts, folder, said)

@@ -1,4 +1,4 @@
-"""What older versions of transformers do otherwise, by what they can do and not by their numbers."""
+"""Differences of older versions of transformers, found by ability and not by version number."""
 
 from inspect import signature
 

@@ -8,7 +8,7 @@ from torch_dflash.engine.width import Pace, Widths
 from torch_dflash.runtime import Rounds
 
 
-class Mixed(Widths):  # rounds of the widths ``order``, one a chunk, over and over; ``used`` are those so far
+class Mixed(Widths):  # rounds of the widths ``order``, one a chunk, over and over; ``used`` so far
     def __init__(self, widths: tuple[int, ...], order: tuple[int, ...]):
         super().__init__(widths, 1)
         self.used: list[int] = []
@@ -20,7 +20,7 @@ class Mixed(Widths):  # rounds of the widths ``order``, one a chunk, over and ov
 
 
 def mix(engine: Engine, order: tuple[int, ...]) -> Mixed:
-    """Have ``engine``, of ``verify_width="auto"``, take these widths in turn."""
+    """Makes ``engine``, of ``verify_width="auto"``, take these widths in turn."""
     mixed = Mixed(engine._widths.widths, order)
     engine._built = replace(engine._built, widths=mixed)
     return mixed

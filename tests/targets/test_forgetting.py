@@ -1,4 +1,4 @@
-"""What a target keeps for itself, shares with others, or does in some passes: no reason to refuse it."""
+"""A target that keeps state, shares objects, or acts in some passes alone is no reason for a refusal."""
 
 import functools
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def with_a_tensor(model, embeds, ids, seen):
 
 
 def with_its_first_row(model, embeds, ids, seen):
-    """A compiled program would keep another."""
+    """Keeps a table of its first embedding: a compiled program would keep another one."""
     if model.table is None:
         model.table = 1 + embeds[0, 0].detach()
     return embeds * model.table
@@ -55,7 +55,6 @@ def nested(model, deep=1):
 
 
 def with_tensors_inside(model, embeds, ids, seen):
-    """Of a dict in a dict, a list and an object."""
     table = torch.full((embeds.shape[-1],), 1.1, device=embeds.device)
     memo = model.memo
     for _ in range(model.deep + 1):
@@ -66,7 +65,7 @@ def with_tensors_inside(model, embeds, ids, seen):
     return embeds * memo["table"] * model.held.table * model.rows[0]
 
 
-class Mixes(transformers.LlamaForCausalLM):  # transformers hangs hooks in for its hidden states
+class Mixes(transformers.LlamaForCausalLM):  # transformers adds hooks for its hidden states
     def forward(self, input_ids=None, position_ids=None, use_cache=None, **more):
         asked = {CACHE: more.get(CACHE), "use_cache": use_cache, "output_hidden_states": True}
         mask = more.get("attention_mask")
@@ -109,7 +108,7 @@ def counters(model):
 
 
 def counted(model, embeds, ids, seen):
-    """Records of passes without a cache, and a counter in its class that begins in a later pass."""
+    """Records passes without a cache, and a counter in the class that begins in a later pass."""
     if seen is None:
         model.counts[Mode.PLAIN] += 1
         model.lengths.append(len(model.lengths))
@@ -118,7 +117,7 @@ def counted(model, embeds, ids, seen):
     return embeds
 
 
-class Notes(transformers.LlamaForCausalLM):  # notes how it was called, as many do, and reads none of it
+class Notes(transformers.LlamaForCausalLM):  # notes its arguments, as many models do, and reads no note
     def __init__(self, config):
         super().__init__(config)
         self.prefills, self.steps, self.kind = 0, 0, self.lm_head.weight.dtype
@@ -174,7 +173,7 @@ def test_a_tensor_kept_deeper_is_refused_by_name():
 
 
 def settings(model):
-    """A setting beside a counter, and one beside a type that it fills in."""
+    """Reads a setting next to a counter, and a setting next to a type that the model fills in."""
     model.state, model.memo = {"shift": 0.5, "steps": 0}, None
 
 
@@ -186,13 +185,13 @@ def set_by(model, embeds, ids, seen):
 
 
 def grown(model, embeds, ids, seen):
-    """Scales from its longest pass on, as some do beyond the length that they were trained with."""
+    """Scales after its longest pass, as some models do beyond their trained length."""
     model.scale = 3.0 if ids.shape[1] > 60 else model.scale
     return embeds + (model.scale - 1)
 
 
 def noted_uncached(model, embeds, ids, seen):
-    """Passes without a cache leave an entry beside a setting."""
+    """Passes without a cache leave an entry next to a setting."""
     if seen is None:
         model.info["uncached"] = True
     return embeds + model.info["shift"]
@@ -204,7 +203,7 @@ def kinds(model):
 
 
 def of_kinds(model, embeds, ids, seen):
-    """Rounded to types that it noted as it was built, in its class and in its config."""
+    """Rounds to types that the model noted at its construction, in the class and in the config."""
     return rounded(embeds, model.kind, model.compute, model.config.narrow, *model.inside["kinds"])
 
 
@@ -272,7 +271,7 @@ def test_a_type_noted_as_the_model_was_loaded_is_honoured(tmp_path, runtime):
 
 
 def ordinary(model):
-    """What ordinary classes note: types beside other things, one object for all layers, flags, counters."""
+    """Notes as ordinary classes do: types among other things, one object for all layers, flags, counters."""
     kind, where = model.lm_head.weight.dtype, model.lm_head.weight.device
     model.context = {"dtype": kind, "shift": None, "scale": 1.0, "functions": torch.nn.functional}
     model.factory = {"device": where, "dtype": kind, "pair": (kind, 1)}
@@ -295,7 +294,7 @@ def of_ordinary(model, embeds, ids, seen):
 
 
 def of_narrow(model, embeds, ids, seen):
-    """Refuses the type in which further forwards are tried."""
+    """Refuses the type of the further trial forwards."""
     assert model.lm_head.weight.dtype == torch.float32
     return of_ordinary(model, embeds, ids, seen)
 

@@ -1,4 +1,4 @@
-"""What is decoded is what the live model computes: adapters, hooks, patches, quantised layers, changes."""
+"""Decoding follows the live model: adapters, hooks, patches, quantised layers, changes."""
 
 import argparse
 import functools
@@ -82,13 +82,13 @@ def scaled(target):
 
 
 def bound(target):
-    """As Liger-Kernel patches the instance of a module."""
+    """Patches the instance of a module, as Liger-Kernel does."""
     mlp = target.model.layers[0].mlp
     mlp.forward = types.MethodType(lambda self, rows: self.down_proj(self.up_proj(rows)), mlp)
 
 
 def closed_over(target):
-    """Forwards that call those which they replace, of a part of a layer, a layer and the model."""
+    """Replaces forwards of a part of a layer, a layer and the model by functions that call the old ones."""
     owns = {}
     for name in ("model", "model.layers.0.mlp", "model.layers.1", "model.layers.2.self_attn"):
         module = target.get_submodule(name)
@@ -107,7 +107,7 @@ def closed_over(target):
 
 
 def in_an_attribute(target):
-    """A tensor that is neither a parameter nor a buffer."""
+    """Keeps a tensor that is neither a parameter nor a buffer."""
     mlp = target.model.layers[0].mlp
     mlp.shift = torch.full((target.config.hidden_size,), 2.0)
     mlp.register_forward_hook(lambda module, args, out: out + module.shift)
@@ -163,7 +163,7 @@ def test_a_hook_that_looks_beyond_its_own_position_is_refused(hook, drafter):
 
 
 def in_steps_alone(module, args, out):
-    """As many a steering hook: a prompt is let be."""
+    """Steers single steps alone, as many hooks do, and no prompt."""
     return out * 3 if out.shape[1] == 1 else out
 
 
@@ -171,7 +171,7 @@ def in_the_prompt_alone(module, args, out):
     return out * 3 if out.shape[1] > 1 else out
 
 
-class Steered(transformers.LlamaForCausalLM):  # does more once an attribute is set, which no twin has
+class Steered(transformers.LlamaForCausalLM):  # acts once an attribute is set; no twin has the attribute
     steer = None
 
     def forward(self, input_ids=None, position_ids=None, **more):
@@ -341,7 +341,7 @@ def test_a_forward_may_turn_autocast_off_and_not_on(runtime):
     engine = td.compile(target, None, runtime=runtime, max_length=64)
     wanted = own_of(target)
     assert text_of(engine) == wanted
-    target.forward = torch.autocast("cpu", dtype=torch.bfloat16)(target.forward)  # as accelerate prepares
+    target.forward = torch.autocast("cpu", dtype=torch.bfloat16)(target.forward)  # as accelerate does
     with refuses(ValueError, "turns torch.autocast on", "unwrap_model"):
         text_of(engine)
     del target.forward
@@ -378,7 +378,7 @@ def test_what_only_gradients_read_makes_no_copy_anew(caplog):
         assert engine.pair is pair and CHANGED not in caplog.text
 
 
-class Captures:  # keeps the outputs that it sees, as those who look at activations do
+class Captures:  # keeps all outputs, as tools for activations do
     def __init__(self):
         self.seen, self.count = [], 0
 
@@ -425,7 +425,7 @@ LOG = logging.getLogger("a hook's")
 
 
 def test_a_hook_that_logs_keeps_nothing(caplog):
-    """Loggers note levels and other loggers as they are asked."""
+    """Loggers note levels and other loggers at each call."""
     target = make_target("llama")
     target.model.layers[1].register_forward_hook(lambda *given: LOG.debug("runs"))
     engine = eager(target)
@@ -435,7 +435,7 @@ def test_a_hook_that_logs_keeps_nothing(caplog):
         assert CHANGED not in caplog.text
 
 
-class Linear8bitLt(nn.Linear):  # named as bitsandbytes' own
+class Linear8bitLt(nn.Linear):  # the name of bitsandbytes' class
     pass
 
 
@@ -480,7 +480,7 @@ def test_parts_that_cannot_be_bound_are_named(words):
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_model_decodes_once_it_is_loaded_as_the_refusal_says(tmp_path):
     target, config = make_target("qwen3"), transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
-    vars(target).update(quantization_method=config.quant_method)  # as transformers leaves quantised layers
+    vars(target).update(quantization_method=config.quant_method)  # as transformers does
     target.config.quantization_config = config
     way = "quantization_config=FineGrainedFP8Config(dequantize=True)"
     with refuses(ValueError, "Qwen3ForCausalLM has layers of fp8, not decoded here", way):
@@ -496,7 +496,7 @@ def test_a_quantised_model_decodes_once_it_is_loaded_as_the_refusal_says(tmp_pat
 def test_a_sharded_model_decodes_once_its_weights_are_gathered():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))  # torchax hides what torch would ask for a default one
+        mesh = init_device_mesh("cpu", (1,))  # torchax hides torch's source of a default one
         sharded = fully_shard(make_target("llama", num_hidden_layers=2), mesh=mesh)
         with refuses(ValueError, "LlamaForCausalLM.model.embed_tokens.weight is a DTensor", "full_tensor()"):
             eager(sharded)
@@ -533,7 +533,7 @@ def test_adapters_are_followed_as_they_are_switched(runtime, caplog):
         assert text_of(engine) == own_of(model) not in (first, second)
     model.set_adapter("default")
     text, stats = run(engine, [PROMPT], max_new_tokens=NEW)
-    assert text == [first] and stats.compilations == 0  # programs of before are kept
+    assert text == [first] and stats.compilations == 0  # earlier programs are kept
     model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)  # a dict, in place
     assert text_of(engine) == own_of(model) != first
 
@@ -552,7 +552,7 @@ def test_every_door_takes_an_adapted_model():
     assert td.check(model).holds
 
 
-class Noisy(nn.Module):  # another in training, by no dropout of torch's
+class Noisy(nn.Module):  # differs in training, without torch's dropout
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -562,7 +562,7 @@ class Noisy(nn.Module):  # another in training, by no dropout of torch's
 
 
 class PutsBack(Noisy):
-    """Evaluates what it wraps, and leaves the mode as it was."""
+    """Evaluates the wrapped module, and restores the mode."""
 
     def forward(self, rows):
         was = self.training
@@ -673,7 +673,7 @@ REACHED = {
 @pytest.mark.parametrize("way", ["a method", "a closure", "a patch of a class"])
 @pytest.mark.parametrize("change", REACHED)
 def test_what_a_hook_reaches_is_looked_at(change, way, monkeypatch):
-    """A program holds it as a constant."""
+    """A program holds a hook's tensor as a constant."""
     target, whole = make_target("llama"), modeling_llama.LlamaMLP.forward
     switch = Switch(Scale(target.config.hidden_size))
     if way == "a patch of a class":
@@ -689,7 +689,7 @@ def test_what_a_hook_reaches_is_looked_at(change, way, monkeypatch):
     assert not guard.holds()
 
 
-class Steers(nn.Module):  # a module beside the model, one of whose methods is a hook
+class Steers(nn.Module):  # a module outside the model with a method that is a hook
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -733,13 +733,13 @@ class Louder(modeling_llama.LlamaMLP):
 
 
 def with_hook(monkeypatch, target):
-    """Wrapped as another function."""
+    """Adds a hook that is wrapped as another function."""
     doubled = functools.wraps(modeling_llama.rotate_half)(lambda module, args, out: out * 2)
     target.model.layers[1].mlp.register_forward_hook(doubled)
 
 
 def scaled_by(kind, name, change):
-    """A patch of ``name`` in ``kind`` around the one that is there."""
+    """Patches ``name`` in ``kind`` around the present function."""
 
     def patch(monkeypatch, target):
         whole = getattr(kind, name)
@@ -753,7 +753,7 @@ def fewer_layers(monkeypatch, target):
     target.config.num_hidden_layers = 3
 
 
-class ReadsConfig(transformers.LlamaForCausalLM):  # reads its config as it runs
+class ReadsConfig(transformers.LlamaForCausalLM):  # reads its config in each run
     def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids) * getattr(self.config, "mlp_gain", 1.0)
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
@@ -761,7 +761,7 @@ class ReadsConfig(transformers.LlamaForCausalLM):  # reads its config as it runs
 
 MLP = modeling_llama.LlamaMLP
 PATCHES = {
-    # as Liger-Kernel patches a modelling file
+    # Liger-Kernel's patch of a modelling file
     "file": scaled_by(modeling_llama, "apply_rotary_pos_emb", lambda own, q, k, *a: own(q * 1.5, k, *a)),
     "class": scaled_by(MLP, "forward", lambda own, module, rows: own(module, rows) * 2),
     "function behind one of the file": scaled_by(modeling_llama, "rotate_half", lambda own, rows: rows),
@@ -807,7 +807,7 @@ def test_what_a_model_goes_through_is_no_change(tmp_path, caplog):
     target.tie_weights()
     target.config.use_cache, target.config.pad_token_id = False, 0
     target.generation_config.temperature = 0.3
-    target(ids, output_hidden_states=True)  # transformers hangs hooks in
+    target(ids, output_hidden_states=True)  # transformers adds hooks
     with torch.no_grad():
         target.lm_head.weight.mul_(-1)  # weights are read in every call
     assert text_of(engine) == own_of(target) and engine.pair is built
@@ -873,7 +873,7 @@ def test_accelerates_offloading_is_refused_by_name():
     assert text_of(eager(target)) == own_of(target)
 
 
-class Holds:  # an object that does not copy, of which a model may hold one
+class Holds:  # an object that does not copy, in an attribute of a model
     def __init__(self):
         self.lock = __import__("threading").Lock()
 
@@ -893,7 +893,7 @@ def test_a_compiled_module_stays_usable():
     assert text_of(eager(target)) == wanted
 
 
-class Knows:  # its hook's object knows the model, as those of libraries that steer do
+class Knows:  # the hook's object knows the model, as in libraries that steer
     def __init__(self, target):
         self.target = target
         target.model.layers[1].mlp.register_forward_hook(self.hook)
@@ -915,7 +915,7 @@ def test_an_engine_of_a_changed_model_keeps_none_alive(change, runtime):
 
 
 def quantised(name, folder):
-    """The model of ``folder`` as ``name`` quantises it, or a skip that names the package."""
+    """The model of ``folder`` quantised by ``name``, or a skip that names the package."""
     config = {
         "torchao": lambda: transformers.TorchAoConfig(
             pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig()
@@ -991,7 +991,7 @@ DOORS = {
 
 
 def seen_in(model):
-    """All that modules and configs of ``model`` hold, by identity."""
+    """All objects in modules and configs of ``model``, by identity."""
     holders = [vars(part) for part in model.modules()]
     holders += [held for one in holders for held in one.values() if isinstance(held, dict)]
     holders += [vars(config) for config in configs_of(model)]

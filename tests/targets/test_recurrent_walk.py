@@ -1,6 +1,6 @@
-"""Recurrent layers after random acceptance, chunks, padding and a change of occupant.
+"""Recurrent layers stay right after random acceptance, chunks, padding and a change of occupant.
 
-Held against forwards without a cache. What is broken on purpose must be seen: a text alone may stay right.
+The comparison is with forwards without a cache, and sees each fault on purpose: a text alone may stay right.
 """
 
 from dataclasses import replace
@@ -77,7 +77,7 @@ def rounded(original, self, count, path):
 
 
 def shown(original, self, layer_idx, state_idx=0):
-    """The state a layer holds, as transformers lays it: one row then takes transformers' path for one row."""
+    """The state of a layer in transformers' layout, for transformers' path of one row."""
     original(self, layer_idx)
     layer = self.states[layer_idx]
     both = isinstance(layer, BothLayer)

@@ -1,4 +1,4 @@
-"""Targets that are not understood are refused by name; windows that live in a mask are read."""
+"""Unknown targets are refused by name; windows in a mask are read."""
 
 import re
 from functools import partial, wraps
@@ -20,7 +20,7 @@ HALF = {"use_sliding_window": True, "sliding_window": 6, "num_experts": 4}
 HALF |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 BOTH_WAYS = {"sliding_window": 6, "use_bidirectional_attention": True}
 CHUNKS = {"attention_chunk_size": 6, "num_local_experts": 2, "head_dim": 8}
-# By class, config, further fields, and for those that are refused a word of the message.
+# Class, config, further fields, and a word of the message for refused targets.
 IN_THE_MASK = {
     "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": 6, "num_local_experts": 4}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", HALF),
@@ -86,7 +86,7 @@ def test_every_proposer_serves_decoders_of_other_layouts(family):
 
 
 def test_attention_that_says_it_is_not_causal_is_refused():
-    """sdpa follows the word where it is given no mask, eager attention never does."""
+    """sdpa follows the flag without a mask, and eager attention never follows it."""
     target = build("GemmaForCausalLM", "GemmaConfig", {"head_dim": 8, "use_bidirectional_attention": True})
     with pytest.raises(ValueError, match="target=GemmaForCausalLM: layer 0 says is_causal=False"):
         td.compile(target, None, runtime="eager", max_length=64)
@@ -163,7 +163,7 @@ def test_a_context_without_end_is_no_window():
     "visible",
     [
         lambda q, k: k >= 0,  # bidirectional
-        lambda q, k: k < q,  # blind to itself
+        lambda q, k: k < q,  # a row that does not see itself
         lambda q, k: k <= q + 1,
         lambda q, k: (k <= q) & (k // 64 == q // 64),  # chunks
         lambda q, k: (k <= q) & ((k > q - 6) | (k < 4)),  # sinks that are tokens

@@ -1,4 +1,4 @@
-"""A tap is the output of a layer's block, wherever blocks lie: transformers' ``hidden_states[tap + 1]``."""
+"""A tap is the output of a layer's block at any place: transformers' ``hidden_states[tap + 1]``."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ EQUAL = [
 ]
 
 
-# Where layers lie, and what follows the last of them.
+# The places of layers, and the module behind the last layer.
 LAYOUTS = {
     "gpt2": ("transformer.h.3", "transformer.ln_f"),
     "gpt_neox": ("gpt_neox.layers.3", "gpt_neox.final_layer_norm"),
@@ -114,7 +114,7 @@ def test_features_for_training_are_the_taps():
         torch.testing.assert_close(eager[row, : len(ids)], compiled[row, : len(ids)], rtol=1e-4, atol=1e-4)
 
 
-class Doubling(nn.ModuleList):  # layers that are given twice what the one before them gave
+class Doubling(nn.ModuleList):  # layers that get twice the output of the layer before
     def __getitem__(self, at):
         return [partial(self.doubled, layer) for layer in list(self)[at]]
 
@@ -123,7 +123,7 @@ class Doubling(nn.ModuleList):  # layers that are given twice what the one befor
         return layer(hidden * 2, **more)
 
 
-class Between(hf.LlamaModel):  # something happens between two blocks, and stands in no block's output
+class Between(hf.LlamaModel):  # a change between two blocks, in no block's output
     def __init__(self, config):
         super().__init__(config)
         self.layers = Doubling(list(self.layers))

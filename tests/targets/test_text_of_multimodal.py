@@ -1,4 +1,4 @@
-"""Models that also read images decode text; images, and what stands for them, are refused by name."""
+"""Models that also read images decode text; images, and ids that stand for them, are refused by name."""
 
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ def test_images_videos_and_sound_are_refused(case, given):
 
 
 def test_a_mask_with_numbers_of_image_groups_is_that_of_text():
-    target = build("gemma4_unified")  # each layer's mask asks for them, and for text all are -1
+    target = build("gemma4_unified")  # each layer's mask reads them, and for text all are -1
     ids, options = torch.cat([PROMPT, torch.tensor([[0, 0, 89, 3, 7, 7]])]), GREEDY | {"max_new_tokens": 24}
     wanted = target.generate(ids, attention_mask=(mask := ids.gt(0).long()), **options)
     drafter = drafter_for(target)
@@ -131,7 +131,7 @@ def test_what_a_processor_adds_to_text_is_taken(case):
 
 
 def test_mixed_positions_are_those_of_text():
-    """After images a model counts otherwise (rope deltas), which a later prompt of text must not see."""
+    """After images a model shifts positions (rope deltas); a later prompt of text has the usual positions."""
     target = build("qwen2_vl")
     drafter = drafter_for(target)
     wanted = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)

@@ -1,4 +1,4 @@
-"""A class that nobody has tested is tried on a tiny random twin, and refused where the two part."""
+"""An untested class is tried on a tiny random twin, and refused if the two differ."""
 
 import functools
 import runpy
@@ -28,7 +28,7 @@ TWIN = "tiny random twin"
 
 
 def rolled(name, when):
-    """A Llama that says something else ``when(rows of a pass, logits to keep, whether it has a cache)``."""
+    """A Llama with other logits ``when(rows of a pass, logits to keep, whether there is a cache)``."""
 
     def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
         given = {"input_ids": input_ids, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
@@ -41,7 +41,7 @@ def rolled(name, when):
 
 
 def before(embeds, by=1):
-    """The embeddings of ``by`` tokens before: nothing that a layer hands over shows them."""
+    """Adds the embeddings of ``by`` tokens before: no output of a layer shows the change."""
     return torch.cat([torch.zeros_like(embeds[:, :by]), embeds[:, :-by]], dim=1)
 
 
@@ -68,7 +68,6 @@ class Prepared(hf.LlamaForCausalLM):  # its forward is Llama's; its generate mov
 
 
 def even_suppressed(model, found=()):
-    """Processors of a generate that never says an even token."""
     even = torch.arange(0, model.config.vocab_size, 2).tolist()
     return hf.LogitsProcessorList([*found, hf.SuppressTokensLogitsProcessor(even, device="cpu")])
 
@@ -76,14 +75,14 @@ def even_suppressed(model, found=()):
 Processed = llama("Processed", _get_logits_processor=lambda self, *args, **kwargs: even_suppressed(self))
 
 
-class Warped(hf.LlamaForCausalLM):  # halves the temperature that it is given
+class Warped(hf.LlamaForCausalLM):  # halves the given temperature
     def _get_logits_processor(self, generation_config, *args, **kwargs):
         found = super()._get_logits_processor(generation_config, *args, **kwargs)
         sampled = generation_config.do_sample
         return hf.LogitsProcessorList([*found, *([hf.TemperatureLogitsWarper(0.5)] if sampled else [])])
 
 
-class OwnConfig(hf.PretrainedConfig):  # a config as remote code brings it: its fields are its author's alone
+class OwnConfig(hf.PretrainedConfig):  # a config of remote code, with fields of its author
     model_type = "own"
 
     def __init__(self, reach=6, **fields):
@@ -91,7 +90,7 @@ class OwnConfig(hf.PretrainedConfig):  # a config as remote code brings it: its 
         self.reach = reach
 
 
-class Called:  # stands for a function, as decorators of libraries do
+class Called:  # stands in for a function, as decorators of libraries do
     def __init__(self, function):
         self.function = function
 
@@ -108,7 +107,7 @@ class FarRotary(modeling_llama.LlamaRotaryEmbedding):  # turns by less, once a p
         return super().forward(x, torch.where(far, position_ids * 0.25, position_ids * 1.0))
 
 
-class Unbuildable(hf.LlamaForCausalLM):  # wants the very width of the target it was written for
+class Unbuildable(hf.LlamaForCausalLM):  # needs exactly the width of its own target
     def __init__(self, config):
         assert config.hidden_size == 4000, "only 4000 will do"
         super().__init__(config)
@@ -129,7 +128,7 @@ def over_the_batch(model, embeds, ids, seen):
 
 
 def with_buffer(model):
-    """As a fresh model has it, nothing is mixed."""
+    """The buffer of a fresh model mixes nothing."""
     model.register_buffer("mix", torch.zeros(model.config.hidden_size))
 
 
@@ -366,13 +365,10 @@ def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda mask: mask.logical_and_(torch.zeros_like(mask)),
-        lambda mask: mask.masked_fill_(mask, False),
-        lambda mask: mask.transpose(2, 3),
-        lambda mask: mask[..., :1],
-        lambda mask: mask & mask,
+        lambda mask: mask.logical_and_(torch.zeros_like(mask)), lambda mask: mask.masked_fill_(mask, False),
+        lambda mask: mask.transpose(2, 3), lambda mask: mask[..., :1], lambda mask: mask & mask,
     ],
-)
+)  # fmt: skip
 def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
     make = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: edit(make(**given)))
@@ -382,7 +378,6 @@ def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
 def test_a_verdict_is_of_the_code_it_was_about(monkeypatch):
     kind = llama("Changing")
     compiled(build(kind))
-
     longer = altered("Longer", lambda model, embeds, ids, seen: embeds * ids.shape[1])
     monkeypatch.setattr(kind, "forward", longer.forward, raising=False)
     refused(TWIN, build(kind))

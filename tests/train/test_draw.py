@@ -1,4 +1,4 @@
-"""Questions drawn from files of prompts; a line that has none is named."""
+"""Questions are drawn from files of prompts; the error for a line without one names the line."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Training blocks: every row sees what inference would show it, and computes what inference would."""
+"""Every row of a training block sees the rows of inference, and computes the values of inference."""
 
 import dataclasses
 
@@ -11,22 +11,19 @@ from support.tiny import MASK, make_pair, randomise
 from torch_dflash.train.fit.blocks import block_targets, context_mask, draft_blocks, draw_anchors
 
 CASES = {
-    "full": {},
-    "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5},
+    "full": {}, "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5},
     "mixed": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     "symmetric": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "is_causal": False},
-    "causal": {"is_causal": True},
-    "wide": {"block_size": 24},
-    "convolutions": SECOND,
+    "causal": {"is_causal": True}, "wide": {"block_size": 24}, "convolutions": SECOND,
     "convolutions of three taps": SECOND | {"conv_kernel_size": 3},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_is_what_inference_computes(case):
     target, drafter = make_pair("qwen3", seed=3, **CASES[case])
     if drafter.config.dflash2:
-        randomise(drafter, 3)  # untrained convolutions are nothing
+        randomise(drafter, 3)  # untrained convolutions do nothing
     batch, width = make_batch(drafter), drafter.config.block_size
     embedding = target.get_input_embeddings().weight
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Drafters with a Markov head: their loss, their fit from the anchor's row on, and what is written of it."""
+"""Drafters with a Markov head: their loss, their fit from the anchor's row on, and the written config."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ OBJECTIVE = Objective(rows_per_chunk=7, weighting="dpace")
 
 
 def case(anchored):
-    """(target, a drafter whose head says as much as its network, blocks of random tokens)."""
+    """(Target, a drafter whose head counts as much as its network, blocks of random tokens)."""
     given = {"block_size": BLOCK, "markov_rank": 5, "sample_from_anchor": anchored}
     target, drafter = make_pair("qwen3", seed=3, **given)
     randomise(drafter, 5)
@@ -112,7 +112,7 @@ def test_a_row_that_says_another_place_shows():
 @pytest.mark.parametrize("anchored", [True, False])
 @torch.no_grad()
 def test_what_it_chooses_in_training_is_what_it_drafts(anchored):
-    """Given the drafts as the truth, every choice is right; and without the head they would be others."""
+    """With the drafts as the truth every choice is right; without the head the drafts would be others."""
     target, drafter, batch = case(anchored)
     row, block = 1, 2
     anchor = int(batch.anchors[row, block])
@@ -134,7 +134,7 @@ def test_it_begins_as_v1_does_and_keeps_its_weights():
     target, first = make_pair("qwen3", seed=3)
     grown = with_head(first, **DSPARK)
     assert head_of(grown.config) == "dspark" and grown.config.markov_rank == 8
-    assert not grown.config.sample_from_anchor  # its rows say what they did
+    assert not grown.config.sample_from_anchor  # its rows give the same logits
     own = grown.state_dict()
     assert all(torch.equal(own[name], weight) for name, weight in first.state_dict().items())
     assert not own["markov_head.markov_w2.weight"].any() and own["markov_head.markov_w1.weight"].any()

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: those of real decoding, and a replay of n-gram lookup that equals a real run."""
+"""Figures of an evaluation are those of real decoding; replayed n-gram lookup equals a real run."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def chosen(**changes) -> EvaluateOptions:
 
 
 def decoded(world, drafter, rows, new=NEW, **options):
-    """(texts, rounds that the cap did not cut, whether a stop id ended each) of `torch_dflash.generate`."""
+    """(Texts, rounds that the cap did not cut, marks of rows with a stop id) of `torch_dflash.generate`."""
     ids, mask = pad(rows)
     given = {"max_new_tokens": new, "runtime": "eager", "do_sample": False, "return_dict_in_generate": True}
     out = td.generate(world.target, drafter, ids, mask, **options, **given)
@@ -63,19 +63,19 @@ def test_xla_gives_the_same_figures(world, overfit):
 
 
 def test_the_drafter_reads_the_targets_states(world, overfit):
-    """With the states of another conversation it accepts little of what it has learnt by heart."""
+    """With the states of another conversation few drafts of learnt answers are accepted."""
     prompts = [one for one, ids in zip(world.prompts, encoded(world, world.prompts), strict=True)
                if ids in overfit.trained]  # fmt: skip
     given = world.target, overfit.drafter, world.tokenizer, prompts
     true, shuffled = (evaluate(*given, chosen(shuffled=flag)) for flag in (False, True))
     assert true.drafter.mean > 5.5 > 2.5 > shuffled.drafter.mean
-    assert true.new_tokens == shuffled.new_tokens  # the text is the target's, whatever drafts
+    assert true.new_tokens == shuffled.new_tokens  # the text is the target's for any drafter
     with refuses(ValueError, "batch_size=1 with shuffled"):
         chosen(shuffled=True, batch_size=1)
 
 
 def looping(world):
-    """Prompts whose answers n-gram lookup can draft: what the target is about to say stands before it."""
+    """Prompts whose answers n-gram lookup can draft: they hold the target's next tokens."""
     rows = []
     for one in world.answers:
         prompt = encode_conversation(world.tokenizer, one.messages)

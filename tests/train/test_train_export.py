@@ -1,4 +1,4 @@
-"""What a fit leaves is a checkpoint like the published ones: for us, the authors, transformers."""
+"""A fit's checkpoint is like the published ones for this library, the authors and transformers."""
 
 import json
 
@@ -13,18 +13,9 @@ import torch_dflash as td
 from torch_dflash.train.export import add_figures, export_drafter
 
 PER_LAYER = (
-    "input_layernorm",
-    "mlp.down_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "post_attention_layernorm",
-    "self_attn.k_norm",
-    "self_attn.k_proj",
-    "self_attn.o_proj",
-    "self_attn.q_norm",
-    "self_attn.q_proj",
-    "self_attn.v_proj",
-)
+    "input_layernorm mlp.down_proj mlp.gate_proj mlp.up_proj post_attention_layernorm self_attn.k_norm "
+    "self_attn.k_proj self_attn.o_proj self_attn.q_norm self_attn.q_proj self_attn.v_proj"
+).split()
 
 
 def test_the_exported_directory_loads_with_the_same_weights(overfit):
@@ -53,11 +44,8 @@ def test_the_tensors_bear_the_published_names_alone(overfit):
     """No embedding and no head: both are the target's."""
     wanted = {"fc.weight", "hidden_norm.weight", "norm.weight"}
     wanted |= {f"layers.0.{name}.weight" for name in PER_LAYER}
-    assert sorted(path.name for path in overfit.exported.iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    ]
+    names = sorted(path.name for path in overfit.exported.iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
     with safe_open(overfit.exported / "model.safetensors", "pt") as file:
         assert set(file.keys()) == wanted
     assert len({path.stat().st_mode for path in overfit.exported.iterdir()}) == 1

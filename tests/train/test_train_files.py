@@ -1,4 +1,4 @@
-"""What is on disk is whole or absent, and what is wrong with it is said by file and line."""
+"""Files of training are whole or absent, and errors name file and line."""
 
 import errno
 import gzip
@@ -83,7 +83,7 @@ def test_a_full_disk_says_what_is_kept_and_what_to_do(world, tmp_path, monkeypat
 
 
 def test_a_real_limit_on_the_size_of_files_says_the_same(world, tmp_path):
-    """safetensors writes in Rust and raises an error of its own, not an OSError."""
+    """safetensors writes in Rust and raises its own error, not an OSError."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:

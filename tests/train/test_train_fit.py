@@ -1,4 +1,4 @@
-"""The fit: learns what it is given, goes on as if never stopped, and says what happened when it cannot."""
+"""A fit learns its data, resumes as if never stopped, and names the reason if it cannot."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
 from torch_dflash.train.options import Layers
 
-# Everything that could depend on where a fit was stopped: D-PACE, sampled ids, two batches an epoch.
+# All parts that could depend on the step of a stop: D-PACE, sampled ids, two batches an epoch.
 RESUMED = options(epochs=4, batch_size=4, sampled_vocabulary=16, evaluate_minutes=0.0)
 STEPS = 8
 DPACE = Objective(weighting="dpace")
@@ -43,13 +43,11 @@ def go(world, directory, chosen=RESUMED, objective=DPACE, **changes):
 
 
 def shown(directory: Path) -> list[dict]:
-    """Lines of the log without the time."""
     lines = read_log(directory / "log.jsonl")
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
 def assert_same(directory: Path, other: Path) -> None:
-    """Log, weights and moments of two fits are bit for bit the same."""
     assert shown(directory) == shown(other)
     one, two = (load_latest(path / "checkpoints") for path in (directory, other))
     assert one.step == two.step
@@ -60,14 +58,13 @@ def assert_same(directory: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory):
-    """A fit that nothing interrupted."""
     directory = tmp_path_factory.mktemp("whole")
     go(world, directory)
     return directory
 
 
 def before_step(monkeypatch, number: int, do) -> None:
-    """Have ``do`` run before the 0-based step ``number``."""
+    """Runs ``do`` before the 0-based step ``number``."""
     step = TorchTrainer.step
 
     def stepped(self, at, rate, batches):
@@ -163,7 +160,6 @@ main(sys.argv[1:])
 
 
 def flags(world, directory: Path, chosen: FitOptions, *more: str) -> list[str]:
-    """The command line of `go`."""
     line = ["train", "fit", "--target", world.path, "--features", str(world.features), "--out"]
     line += [str(directory)]
     for part in (chosen, shape(), DPACE):

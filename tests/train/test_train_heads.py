@@ -1,4 +1,4 @@
-"""Drafters with convolutions and a candidate selector: their loss, their fit, and what is written of them."""
+"""Drafters with convolutions and a candidate selector: their loss, their fit, and the written files."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ ROWS = 5
 
 
 def case():
-    """(target, a drafter whose every part says something, blocks of random tokens)."""
+    """(Target, a drafter whose every part has an effect, blocks of random tokens)."""
     target, drafter = make_pair("qwen3", seed=3, block_size=ROWS + 1, **SECOND | {"selector_top_k": 30})
     randomise(drafter, 5)
     with torch.no_grad():
@@ -87,7 +87,6 @@ def test_the_selectors_loss_is_its_definition_with_its_gradients(sampled):
     without = Student(drafter, target, dataclasses.replace(chosen, selector=0.0))(batch, vocabulary)
     parameters = [weight for _, weight in drafter.named_parameters()]
     gradient = torch.autograd.grad(found.loss - without.loss, parameters)
-
     extra, right, listed = plain_losses(target, drafter, batch, head, ids)
     targets, known = block_targets(batch, ROWS + 1)
     rows = states(target, drafter, batch) @ (target.lm_head.weight if head is None else head).T
@@ -133,7 +132,7 @@ def test_a_truth_that_is_not_listed_costs_nothing():
 
 
 def test_what_it_chooses_in_training_is_what_it_drafts():
-    """Given the drafts as the truth, every choice is right; and the anchor is before the first of them."""
+    """With the drafts as the truth every choice is right; the anchor stands before the first draft."""
     target, drafter, batch = case()
     with torch.no_grad():
         hidden = states(target, drafter, batch)

@@ -1,4 +1,4 @@
-"""The loss: its weights by their definition, its values torch's own, a sample right on average."""
+"""The loss has weights by their definition, torch's own values, and a sample that is right on average."""
 
 import dataclasses
 import math
@@ -24,10 +24,6 @@ from torch_dflash.train.fit.student import Student
 BLOCKS, ROWS, HIDDEN, VOCAB = (2, 3), 5, 8, 37
 
 
-def plain(hidden, head):
-    return head(hidden)
-
-
 @pytest.fixture
 def case():
     """States, targets and a head. Known rows are a prefix of each block, as the end of an answer has them."""
@@ -43,14 +39,13 @@ def case():
 
 
 def losses(case, objective, **changes):
-    given = case | {"logits_of": plain, "objective": objective} | changes
+    given = case | {"logits_of": lambda hidden, head: head(hidden), "objective": objective} | changes
     if not objective.distils:
         given["teacher"] = None
     return block_losses(**given)
 
 
 def figures(found):
-    """(name, value) of all that there is without a selector."""
     return [(name, value) for name, value in vars(found).items() if value is not None]
 
 
@@ -90,7 +85,7 @@ def test_dpace_weights_are_their_definition_and_pass_no_gradient(case, alpha):
             smooth = [(1 - alpha) * math.exp(-value) + alpha for value in ce[row, block].tolist()]
             rows = int(known[row, block].sum())
             for j in range(rows):
-                # A row counts for every later row of which it is a condition, as far as these are known.
+                # A row counts for every later known row that depends on it.
                 wanted = sum(math.prod(smooth[: m + 1]) for m in range(j, rows)) / ROWS
                 assert math.isclose(float(found[row, block, j]), wanted, rel_tol=1e-5)
 
@@ -203,7 +198,7 @@ def test_a_sample_estimates_the_partition_function(case):
     found = torch.stack(found)
     error = found.std(0) / len(found) ** 0.5
     assert ((found.mean(0) - whole).abs() < 4 * error).all()
-    assert (found.std(0) > 0.01 * whole).any()  # or nothing was sampled
+    assert (found.std(0) > 0.01 * whole).any()  # otherwise nothing was sampled
 
 
 def test_a_sample_holds_every_answers_ids_and_counts_hits_among_what_it_holds(case):
@@ -242,7 +237,7 @@ def test_embedding_head_and_norm_of_the_target_are_neither_trained_nor_saved(kl)
 
 
 def test_a_target_in_bfloat16_trains_a_drafter_in_float32():
-    """As `train fit` loads a bfloat16 checkpoint, without mixed precision."""
+    """`train fit` loads a bfloat16 checkpoint so, without mixed precision."""
     target, drafter = make_pair("qwen3", seed=3)
     batch = make_batch(drafter)
     wanted = Student(drafter, target, Objective())(batch).loss

@@ -1,4 +1,4 @@
-"""What must not be mixed is refused by name: other targets, other data, damaged files, two processes."""
+"""Training refuses mixtures by name: other targets, other data, damaged files, two processes."""
 
 import json
 import os
@@ -33,7 +33,6 @@ SHORT = options(epochs=1)
 
 
 def another(name="another", **changes):
-    """A target of other weights."""
     changes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "seed": 9} | changes
     target = make_target("qwen3", eos_token_id=0, pad_token_id=0, **changes)
     target.config.name_or_path = name
@@ -149,7 +148,7 @@ def test_a_target_is_known_by_its_weights_alone(world):
     one.config.name_or_path = "elsewhere"
     assert TargetFingerprint.of(one) == TargetFingerprint.of(make_target("qwen3")) == fingerprint
     assert TargetFingerprint.of(one.to(torch.bfloat16)) == fingerprint
-    with torch.no_grad():  # as a fine-tune of one projection
+    with torch.no_grad():  # a fine-tune of one projection
         one.model.layers[2].self_attn.q_proj.weight += 0.01
     assert TargetFingerprint.of(one) != fingerprint
 
@@ -169,7 +168,7 @@ def test_a_fit_goes_on_with_the_data_and_the_weights_it_was_begun_with(world, tm
     two = loop.plan_fit(begun, online(world), chosen, processes=2)
     with refuses(StageError, "processes=1, now processes=2"), loop.open_fit(tmp_path, begun, two):
         pass
-    fit(begun, world.cached(), tmp_path, chosen)  # trained by now, and still what it was begun with
+    fit(begun, world.cached(), tmp_path, chosen)  # trained by now, and still the drafter of the beginning
 
 
 def test_a_mask_id_that_the_texts_hold_is_refused_with_its_count(world, tmp_path):
@@ -178,7 +177,7 @@ def test_a_mask_id_that_the_texts_hold_is_refused_with_its_count(world, tmp_path
     count, tokens = sum(row.count(held) for row in rows), sum(map(len, rows))
     with refuses(ValueError, f"mask_token_id={held} occurs {count} times", f"{tokens} tokens", "choose"):
         fit(student(world, mask_token_id=held), world.cached(), tmp_path / "fit", SHORT)
-    # Once in so many tokens is an accident.
+    # One difference in so many tokens is an accident.
     rows = [*world.sequences, Sequence([MASK, *[1] * (RARE - 1)], 2)]
     check_mask(online(world, rows), MASK)
     with refuses(ValueError, f"mask_token_id={MASK} occurs 2 times"):

@@ -1,4 +1,4 @@
-"""Answers and features: the target's own, whole or absent, and made once."""
+"""Answers and features are the target's own, whole or absent, and made once."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +69,7 @@ def test_only_what_is_missing_is_made_again(world, tmp_path, monkeypatch):
     before = shards(tmp_path, "answers")
     (tmp_path / "answers-00001-of-00003.jsonl.gz").unlink()
     assert go() == 4 and shards(tmp_path, "answers") == before
-    monkeypatch.setattr("torch_dflash.train.answers.regenerate.generate", None)  # nothing is decoded any more
+    monkeypatch.setattr("torch_dflash.train.answers.regenerate.generate", None)  # no more decoding
     assert go() == 0
 
 
@@ -96,7 +96,7 @@ def test_later_turns_are_asked_after_the_earlier_answers(world, tmp_path):
 
 
 def test_prompts_without_room_are_left_out_and_counted(world, tmp_path, capsys):
-    """Too long by the option, and too long for the context with the longest answer."""
+    """The count has prompts too long by the option, and too long for the context with the longest answer."""
     prompts = [Prompt("a", ["short"]), Prompt("a", ["x" * 40, "never asked"])]
     assert regenerate(world.target, world.tokenizer, prompts, tmp_path / "a", said(max_prompt_tokens=20)) == 1
     assert "answers=1, left_out=2" in capsys.readouterr().err
@@ -135,7 +135,7 @@ def test_sampled_answers_are_those_of_their_seed(world, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 def test_features_are_the_layers_outputs(world, runtime):
-    """transformers' hidden_states[l + 1]; after the last layer these are normed, and the features are not."""
+    """Features equal transformers' hidden_states[l + 1], but the last layer's features are not normed."""
     rows = [one.ids for one in world.sequences[:3]]
     found = FeatureExtractor(world.target, TAPS, torch.float32, runtime)(rows)
     hidden = world.target.config.hidden_size
@@ -185,7 +185,7 @@ def test_a_sequence_as_long_as_the_context_has_features(world):
         FeatureExtractor(world.target, TAPS, torch.float32, name)(rows) for name in ("eager", "xla")
     )
     assert eager.shape == xla.shape == (2, CONTEXT, 3 * 32)
-    # Nothing that is trained sees the last token's: a block's context ends before its anchor.
+    # No training step sees the last token's features: a block's context ends before its anchor.
     assert torch.allclose(eager[0, :-1], xla[0, :-1], atol=5e-4)
 
 

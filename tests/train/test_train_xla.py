@@ -1,4 +1,4 @@
-"""Training with XLA: the step that torch takes, on one device or several, and fits that change runtimes."""
+"""XLA takes torch's training steps, on one device or several, and fits change runtimes."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ from torch_dflash.train.fit.options import FitOptions, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
 
-# AdamW divides a gradient by its own size, so where rounding is all there is, the step's direction is
+# AdamW divides a gradient by its own size, so for a gradient of rounding alone the step's direction is
 # rounding too. This clip brings such gradients below its eps.
 OPTIONS = FitOptions(
     epochs=2, batch_size=2, anchors=4, learning_rate=1e-3, warmup=0.3, held_out=2, log_steps=1, clip=0.05
@@ -178,14 +178,14 @@ PARTS = {"dflash2": SECOND, "dspark": {"markov_rank": 5, "sample_from_anchor": T
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_agree_with_torch(case):
-    with jax.enable_x64(case == "dpace, kl, sampled"):  # as a process may have it set
+    with jax.enable_x64(case == "dpace, kl, sampled"):  # a possible setting of a process
         check_steps(case)
 
 
 def check_steps(case):
     objective, options = CASES[case]
     objective = Objective(rows_per_chunk=7, **objective)
-    # With accumulation, batches of two widths meet in a step.
+    # With accumulation a step has batches of two widths.
     longest = 70 if "accumulation" in options else 53
     parts = PARTS.get(case, {})
     one, other, schedule = trainers(objective, dataclasses.replace(OPTIONS, **options), longest, **parts)
@@ -295,7 +295,7 @@ def test_a_fit_goes_on_with_the_other_runtime(parts, tmp_path, monkeypatch):
         with pytest.raises(StageError, match="stopped after step 3 of 10"):
             fit(make_student(**parts), sequences, tmp_path / "parts", options)
     fit_xla(other, sequences, tmp_path / "parts", options, data_mesh(jax.devices()[:1]))
-    # And back: from what XLA left after step 9, with torch.
+    # And back: from XLA's checkpoint after step 9, with torch.
     shutil.copytree(tmp_path / "parts", tmp_path / "back")
     (tmp_path / "back" / "checkpoints" / "step-00000010.safetensors").unlink()
     fit(back, sequences, tmp_path / "back", options)

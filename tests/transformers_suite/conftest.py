@@ -1,4 +1,4 @@
-"""Pairs of several families, of which `make test` sees one, and prompts as transformers takes them."""
+"""Pairs of several families (`make test` has one), and prompts in transformers' form."""
 
 import pytest
 import torch
@@ -20,14 +20,12 @@ def pair(request):
 
 @pytest.fixture(scope="session")
 def batch():
-    """A left-padded batch of two prompts."""
     ids, mask = ragged_prompts(2)
     return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.fixture(scope="session")
 def row():
-    """One prompt without padding."""
     ids = ragged_prompts(1)[0]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -63,7 +63,7 @@ def test_a_filled_cache(pair, row, door):
 
 
 def test_a_state_that_goes_on(pair, row):
-    """After `GenerationTesterMixin.test_generate_continue_from_past_key_values`: our states do go on."""
+    """After `GenerationTesterMixin.test_generate_continue_from_past_key_values`: our states continue."""
     expected = pair[0].generate(**row, **GREEDY)
     engine = td.compile(*pair, runtime="eager", max_length=64)
     state = engine.start(**row, **GREEDY)

@@ -11,7 +11,6 @@ BASIC = {"do_sample": False, "pad_token_id": 0}
 
 
 def tokens(door, pair, batch, **asked):
-    """The ids of a call."""
     return DOORS[door](pair, batch, **asked)
 
 

@@ -1,4 +1,4 @@
-"""What a prompt may be: ids by several names, or none; embeddings and foreign masks are refused."""
+"""Prompts are ids by several names, or none; embeddings and foreign masks are refused."""
 
 import copy
 
@@ -34,7 +34,7 @@ def test_names_of_the_ids(pair, row):
 
 
 def test_no_ids(pair):
-    """After `GenerationTesterMixin.test_generate_without_input_ids`: from the first id of texts, or told."""
+    """After `GenerationTesterMixin.test_generate_without_input_ids`: from the first id, or refused."""
     target = copy.deepcopy(pair[0])
     target.generation_config.bos_token_id = 5
     expected = target.generate(**GREEDY)
@@ -48,7 +48,7 @@ def test_no_ids(pair):
 def test_embeddings(pair, row, door, more):
     """After `GenerationTesterMixin.test_generate_from_inputs_embeds`,
     `GenerationTesterMixin.test_generate_from_inputs_embeds_with_static_cache` and
-    `GenerationTesterMixin.test_generate_continue_from_inputs_embeds`: refused, with ids beside or without."""
+    `GenerationTesterMixin.test_generate_continue_from_inputs_embeds`: refused, with and without ids."""
     embeds = pair[0].get_input_embeddings()(row["input_ids"])
     for inputs in (row, {}):
         with pytest.raises((ValueError, TypeError), match="inputs_embeds|input_ids=NoneType|input_ids"):
@@ -79,7 +79,7 @@ def test_a_mask_of_four_dimensions(pair, row, door):
 @pytest.mark.parametrize("door", OF_ROWS)
 @pytest.mark.parametrize("name", ["foo", "max_tokens", "encoder_outputs_"])
 def test_misspelt_names(pair, row, door, name):
-    """After `GenerationIntegrationTests.test_validate_generation_inputs`: an unknown name is told."""
+    """After `GenerationIntegrationTests.test_validate_generation_inputs`: the error has an unknown name."""
     with pytest.raises((TypeError, ValueError), match=name):
         DOORS[door](pair, row, **GREEDY, **{name: 3})
 

@@ -1,4 +1,4 @@
-"""How long a text may be: of all options, and of none."""
+"""The length of a text follows all length options, and the default."""
 
 import copy
 

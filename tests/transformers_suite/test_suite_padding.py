@@ -1,4 +1,4 @@
-"""Left padding: a row says in a batch what it says alone."""
+"""Left padding: a row has the same text in a batch and alone."""
 
 import copy
 

@@ -12,13 +12,11 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def pipe(pair):
-    """A pipeline on the pair's target."""
     return pipeline("text-generation", model=pair[0], tokenizer=letters()[0], device="cpu")
 
 
 @pytest.fixture(scope="module")
 def block(pair):
-    """Block decoding with the pair's drafter."""
     return {"custom_generate": td.dflash(pair[1], runtime="eager")}
 
 

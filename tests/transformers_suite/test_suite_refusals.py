@@ -1,4 +1,4 @@
-"""What transformers' tests try and blocks cannot honour: refused by name, through each door."""
+"""Options of transformers' tests that blocks cannot honour are refused by name, through each door."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where a text ends: stop ids, strings, times, and criteria of the user's."""
+"""A text ends at stop ids, strings, times, and the user's criteria."""
 
 import copy
 
@@ -14,7 +14,6 @@ CALLS = ["generate", "custom_generate", "folder"]
 
 @pytest.fixture(scope="module")
 def text(pair, batch):
-    """The target's text where nothing ends it."""
     return pair[0].generate(**batch, **GREEDY)
 
 

@@ -1,4 +1,4 @@
-"""Streamers say what is returned, through each door that takes one; none leaves its reader waiting."""
+"""Streamers print the returned text, through each door that takes one; none leaves its reader waiting."""
 
 import asyncio
 import threading
@@ -17,7 +17,6 @@ TAKING = ["generate", "custom_generate", "folder", "native"]
 
 @pytest.fixture(scope="module")
 def words():
-    """A tokenizer of letters."""
     return letters()[0]
 
 

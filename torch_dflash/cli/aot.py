@@ -86,7 +86,7 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
             passes=tuple(arguments.passes) if arguments.rows is None else ("round",),
             chips=arguments.mesh,
             dump=arguments.dump_hlo,
-            say=print_status,
+            status=print_status,
         )
     fixed = model.pair.plan
     found = _named(arguments, target, fixed) | {"verify": fixed.verify_width, "rows": arguments.rows}
@@ -175,10 +175,10 @@ def _kflat_table(results: dict[str, Any], arguments: SimpleNamespace) -> str:
     for cell in results["cells"]:
         turns = "".join(f"{cell['bound_from'][chip] or '-':>8}" for chip in chips)
         lines.append(f"{cell['context']:>8}{cell['batch']:>7}{turns}")
-    asked = arguments.context, arguments.batch
-    cell = next(one for one in results["cells"] if (one["context"], one["batch"]) == asked)
+    chosen = arguments.context, arguments.batch
+    cell = next(one for one in results["cells"] if (one["context"], one["batch"]) == chosen)
     speeds = cell["speedup"]
-    title = f"context {asked[0]}, batch {asked[1]}: ms of a verify pass" + "; x: speed-up" * bool(speeds)
+    title = f"context {chosen[0]}, batch {chosen[1]}: ms of a verify pass" + "; x: speed-up" * bool(speeds)
     lines += ["", title]
     heads = "".join(f"{chip:>9}" + f"{'x':>7}" * bool(speeds) for chip in chips)
     lines.append(f"{'rows':>6}{'GB':>9}{'TFLOP':>9}{'':>10}" + f"{'tokens':>8}" * bool(speeds) + heads)

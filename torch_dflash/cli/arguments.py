@@ -108,7 +108,7 @@ def template_options(arguments: SimpleNamespace) -> dict[str, Any] | None:
     return parsed
 
 
-def prompt_room(max_new_tokens: int, target: Any) -> int:
+def longest_prompt(max_new_tokens: int, target: Any) -> int:
     """The most tokens of a prompt that leave room for ``--max-tokens`` in the target's context."""
     context = context_of(target)
     if max_new_tokens >= context:
@@ -127,10 +127,10 @@ def plainly(target: str, command: str) -> str:
     return f"{command}: no --draft-model, so decoding is plain; {hint}."
 
 
-def check_room(ids: list[int], room: int) -> None:
-    """Raise `UserError` for a prompt of more than ``room`` tokens."""
-    if len(ids) > room:
+def check_prompt_length(ids: list[int], longest: int) -> None:
+    """Raise `UserError` for a prompt of more than ``longest`` tokens."""
+    if len(ids) > longest:
         raise UserError(
-            f"prompt of {len(ids)} tokens: the context leaves room for {room} beside the new tokens; shorten "
-            "it or lower --max-tokens."
+            f"prompt of {len(ids)} tokens: the context leaves room for {longest} beside the new tokens; "
+            "shorten it or lower --max-tokens."
         )

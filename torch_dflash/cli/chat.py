@@ -49,8 +49,8 @@ def run(arguments: SimpleNamespace) -> int:
     from torch_dflash.cli.job import Job
 
     job = Job.load(arguments)
-    asked = arguments.max_length
-    length = min(LONGEST, context_of(job.loaded.target)) if asked is None else asked
+    requested = arguments.max_length
+    length = min(LONGEST, context_of(job.loaded.target)) if requested is None else requested
     if length <= arguments.max_new_tokens:
         raise UserError(
             f"--max-length {length} leaves no room beside --max-tokens {arguments.max_new_tokens}; raise the "
@@ -72,7 +72,7 @@ class Conversation:
 
     def __init__(self, chat: Chat, job: Job):
         self.chat, self.job, self.turns = chat, job, 0
-        self.read = self.drafted = self.said = 0  # tokens of all turns
+        self.read = self.drafted = self.new = 0  # tokens of all turns
         self.reset()
 
     def talk(self) -> int:
@@ -137,17 +137,17 @@ class Conversation:
             more = "/reset begins anew, and --max-length has more room"
             raise UserError(f"{one_line(error)} ({more}.)") from None
         printer = Printer(self.job.loaded.tokenizer, colour=coloured(sys.stdout))
-        said = 0
+        new_tokens = 0
         with stoppable() as stop, contextlib.suppress(KeyboardInterrupt):
             for piece in pieces:
                 printer(piece.tokens, piece.drafted)
-                said += len(piece.tokens)
+                new_tokens += len(piece.tokens)
                 self.drafted += sum(piece.drafted)
                 if stop.is_set():
                     break
         printer.end()
-        self.said, self.turns = self.said + said, self.turns + 1
-        if said:
+        self.new, self.turns = self.new + new_tokens, self.turns + 1
+        if new_tokens:
             assert self.chat.message is not None and self.chat.stats is not None
             self.messages = [*messages, self.chat.message]
             self.read += self.chat.stats.prefilled
@@ -167,7 +167,7 @@ class Conversation:
             f"last answer: {stats.prefilled} prompt tokens read, {stats.new_tokens} new | acceptance length "
             f"{stats.mean_acceptance_length:.2f} | TTFT {stats.time_to_first_token * 1e3:.1f} ms | TPOT "
             f"{float('nan') if tpot is None else tpot * 1e3:.2f} ms\n"
-            f"all {self.turns}: {self.read} prompt tokens read, {self.said} new, {self.drafted} drafted",
+            f"all {self.turns}: {self.read} prompt tokens read, {self.new} new, {self.drafted} drafted",
             file=sys.stderr,
         )
 

@@ -17,7 +17,7 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.checks import context_of
-from torch_dflash.cli.arguments import check_room, prompt_room
+from torch_dflash.cli.arguments import check_prompt_length, longest_prompt
 from torch_dflash.cli.loading import place_of
 from torch_dflash.cli.outputs import LOAD, hardware, write_results
 from torch_dflash.cli.text import Printer, encode
@@ -35,7 +35,7 @@ from torch_dflash.storage.files import write_atomically
 PLAIN, UNION, DFLASH = "plain decoding", "DFlash + lookup", "DFlash"
 DRAFTED = UNION, DFLASH
 TRANSFORMERS, NATIVE = "transformers' generate, {}", "transformers' DFlash, {}"
-ROOM, ROWS, FEW = 256, 8, 16
+LENGTH_STEP, ROWS, FEW = 256, 8, 16
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Question:
             at = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
             if at is None:
                 continue
-            said = torch.tensor([plain[:at]], dtype=self.ids.dtype, device=self.ids.device)
-            logits = target(torch.cat([self.ids, said], dim=1)).logits[0, -1].float()
+            prefix = torch.tensor([plain[:at]], dtype=self.ids.dtype, device=self.ids.device)
+            logits = target(torch.cat([self.ids, prefix], dim=1)).logits[0, -1].float()
             one, other = logits[list(pairs[at])]
             if abs(one - other) <= torch.finfo(target.dtype).eps * abs(one):
                 self.ties.append(answer)
@@ -99,40 +99,40 @@ class Parts:
 
 
 def compare_methods(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> int:
-    """Ask all ``questions``, print the figures, write --json and --png; returns the exit status."""
+    """Ask all ``questions`` (kind, text), print and write the figures; returns the exit status."""
     parts, dtype, place = Parts(), getattr(torch, arguments.dtype), place_of(arguments.device)
     if place.type != "cpu" and place.index is not None:
         torch.accelerator.set_device_index(place.index)  # the one that figures name
     with parts.timed("load"):
         loaded: Any = load_demo_pair(dtype)
         target, drafter, tokenizer = loaded[0].to(place), loaded[1].to(place), loaded[2]
-    room, asked = prompt_room(arguments.max_new_tokens, target), []
+    longest, items = longest_prompt(arguments.max_new_tokens, target), []
     for kind, question in questions:
         ids = encode(tokenizer, [{"role": "user", "content": question}])
-        check_room(ids, room)
-        asked.append(Question(kind, question, torch.tensor([ids], device=place)))
+        check_prompt_length(ids, longest)
+        items.append(Question(kind, question, torch.tensor([ids], device=place)))
     pair = f"{type(target).__name__} and its drafter, {arguments.dtype}"
     pair += f", products in {arguments.quantize}" if arguments.quantize else ""
     print(f"{pair}; runtime {arguments.runtime}; {hardware()}\n", flush=True)
-    arguments.verify_width = arguments.verify_width or ("auto" if asked[1:] else drafter.config.block_size)
-    methods = _methods(arguments, target, drafter, tokenizer, asked, parts)
+    arguments.verify_width = arguments.verify_width or ("auto" if items[1:] else drafter.config.block_size)
+    methods = _methods(arguments, target, drafter, tokenizer, items, parts)
     for turn in range(arguments.repeats):  # of all questions: an engine learns from what it has just drafted
-        for number, one in enumerate(asked):
+        for number, one in enumerate(items):
             if turn == 0:
                 print(f"Q ({one.kind}): {one.question}\n", flush=True)
             with parts.timed("decode"):
                 ask(one, methods, tokenizer, arguments.max_new_tokens, show=number < len(QUESTIONS))
-    for one in asked:
+    for one in items:
         one.note_ties(target)
-    same = report(asked, arguments.dtype, parts)
+    same = report(items, arguments.dtype, parts)
     if arguments.json:
         names = ("dtype", "quantize", "runtime", "drafts", "verify_width", "repeats")
         options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
         options |= {"draft_vocabulary": len(load_demo_draft_ids()), "device": str(place)}
         options |= {"threads": torch.get_num_threads()}
-        write_results(arguments.json, options | figures_of(asked, parts))
+        write_results(arguments.json, options | figures_of(items, parts))
     if arguments.png:
-        firsts = {name: own[0].pieces[1:] for name, own in asked[0].answers.items() if name in DRAFTED}
+        firsts = {name: own[0].pieces[1:] for name, own in items[0].answers.items() if name in DRAFTED}
         lengths = {name: list(map(len, pieces)) for name, pieces in firsts.items()}
         draw_timeline(arguments.png, lengths, drafter.config.block_size)
     return 0 if same else 1
@@ -140,11 +140,11 @@ def compare_methods(arguments: SimpleNamespace, questions: list[tuple[str, str]]
 
 def _capacity(needed: int, target: Any) -> int:
     # The same for questions of like lengths, so that their programs are found on disk.
-    return min(-(-needed // ROOM) * ROOM, context_of(target))
+    return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, context_of(target))
 
 
 def _methods(
-    arguments: SimpleNamespace, target: Any, drafter: Any, tokenizer: Any, asked: list[Question], parts: Parts
+    arguments: SimpleNamespace, target: Any, drafter: Any, tokenizer: Any, items: list[Question], parts: Parts
 ) -> dict[str, Method]:
     """The methods by name, warm: nothing compiles any more, and the cost of each width is known.
 
@@ -152,7 +152,7 @@ def _methods(
     """
     stops, new = default_stop_ids(target, tokenizer), arguments.max_new_tokens
     options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False, "rounds_per_chunk": 1}
-    longest = max(one.ids.shape[1] for one in asked)
+    longest = max(one.ids.shape[1] for one in items)
     options |= {"max_length": _capacity(longest + new, target), "prefill_chunk_size": MIN_BUCKET}
     options |= {"quantize": arguments.quantize}
     narrow = with_draft_vocabulary(drafter, target, load_demo_draft_ids())  # transformers' loop knows none
@@ -166,7 +166,7 @@ def _methods(
         for engine in engines.values():
             engine.warmup()
     methods = {name: ours(engine, stops) for name, engine in engines.items()}
-    several, generate = len(asked) > 1, transformers_own(target, stops)
+    several, generate = len(items) > 1, transformers_own(target, stops)
     few: Method = lambda ids, most, show: generate(ids, min(most, FEW), show)  # noqa: E731
     methods[TRANSFORMERS.format(arguments.dtype)] = generate if several else few
     if several and arguments.dtype != "float32":
@@ -182,7 +182,7 @@ def _methods(
         for name, method in methods.items():
             bar.set_description(f"warm up: {name}")
             tokens = 16 if arguments.verify_width == "auto" and name in DRAFTED else 3
-            method(asked[0].ids, min(new, tokens), lambda piece: None)
+            method(items[0].ids, min(new, tokens), lambda piece: None)
             bar.update()
     return methods
 
@@ -205,14 +205,14 @@ def ask(one: Question, methods: dict[str, Method], tokenizer: Any, new: int, sho
             print()
 
 
-def report(asked: list[Question], dtype: str, parts: Parts) -> bool:
+def report(items: list[Question], dtype: str, parts: Parts) -> bool:
     """Print the table and the sentence; returns whether our texts are those of plain decoding."""
-    rows = _rows(asked)
+    rows = _rows(items)
     drafted = [row for row in rows if row["method"] in DRAFTED]
-    print(_sentence(rows, drafted[0], " (median)" if len(asked) > 1 else "") + "\n")
+    print(_sentence(rows, drafted[0], " (median)" if len(items) > 1 else "") + "\n")
     print(f"{'':34}{'tokens a pass':>14}{'tok/s':>8}{'vs plain':>10}{'(quartiles)':>14}  same text")
     for row in rows:
-        spread = "({:.2f}..{:.2f})".format(*row["quartiles"]) if row["quartiles"] and len(asked) > 1 else ""
+        spread = "({:.2f}..{:.2f})".format(*row["quartiles"]) if row["quartiles"] and len(items) > 1 else ""
         length, speed = _number(row["acceptance_length"], 14), _number(row["tokens_per_second"], 8, 1)
         print(
             f"{row['method']:34}{length}{speed}"
@@ -224,7 +224,7 @@ def report(asked: list[Question], dtype: str, parts: Parts) -> bool:
     print("\ntime: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     for row in drafted:
         if row["ties"]:
-            count = f"{row['ties']} of {len(asked)} texts of {row['method']}"
+            count = f"{row['ties']} of {len(items)} texts of {row['method']}"
             print(f"\n{count} part from plain decoding's where two tokens have the same logit in {dtype}.")
     return all(row["same_text"] for row in drafted)
 
@@ -236,26 +236,26 @@ def _sentence(rows: list[dict[str, Any]], ours: dict[str, Any], median: str) -> 
         return (
             f"{ours['method']}: {text}; answers of one token come with the prompt's pass: there is no speed."
         )
-    said = (
+    sentence = (
         f"{ours['method']}: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
         f"{_number(ours['acceptance_length'], 1, 1)} tokens per target pass"
     )
     others = [row for row in rows if "generate" in row["method"] and row["speedup"] is not None]
     if not others:
-        return said + "."
+        return sentence + "."
     best = max(others, key=lambda row: row["speedup"])
-    return f"{said};\n{ours['speedup'] / best['speedup']:.2f} times as fast as {best['method']}."
+    return f"{sentence};\n{ours['speedup'] / best['speedup']:.2f} times as fast as {best['method']}."
 
 
 def _number(value: float | None, width: int, digits: int = 2) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
 
 
-def figures_of(asked: list[Question], parts: Parts) -> dict[str, Any]:
+def figures_of(items: list[Question], parts: Parts) -> dict[str, Any]:
     """The figures of all questions together and of each question, for JSON."""
     return {
         "seconds": parts.seconds,
-        "rows": _rows(asked),
+        "rows": _rows(items),
         "questions": [
             {
                 "kind": one.kind,
@@ -263,22 +263,22 @@ def figures_of(asked: list[Question], parts: Parts) -> dict[str, Any]:
                 "rows": _rows([one]),
                 "token_seconds": {name: one.times(name) for name in one.answers},
             }
-            for one in asked
+            for one in items
         ],
     }
 
 
-def _rows(asked: list[Question]) -> list[dict[str, Any]]:
+def _rows(items: list[Question]) -> list[dict[str, Any]]:
     """One row per method: tokens a pass (of first answers), tokens a second, the median speed-up.
 
     None where all answers have one token, which comes with the prompt's pass.
     """
     rows = []
-    for name in asked[0].answers:
-        answers = [one.answers[name][0] for one in asked]
-        timed = [one for one in asked if one.times(name) and one.times(PLAIN)]
-        gained = sorted(one.seconds(PLAIN) / one.seconds(name) for one in timed)
-        quartiles = statistics.quantiles(gained, n=4, method="inclusive") if len(gained) > 1 else gained * 3
+    for name in items[0].answers:
+        answers = [one.answers[name][0] for one in items]
+        timed = [one for one in items if one.times(name) and one.times(PLAIN)]
+        ratios = sorted(one.seconds(PLAIN) / one.seconds(name) for one in timed)
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         later = [len(piece) for answer in answers for piece in answer.pieces[1:]]
         counts = [sum(map(len, one.answers[name][0].pieces[1:])) for one in timed]
         spent = sum(one.seconds(name) * count for one, count in zip(timed, counts, strict=True))
@@ -288,10 +288,10 @@ def _rows(asked: list[Question]) -> list[dict[str, Any]]:
                 "acceptance_length": sum(later) / len(later) if later else None,
                 "tokens_per_second": sum(counts) / spent if spent else None,
                 "new_tokens": sum(len(answer.tokens) for answer in answers),
-                "speedup": statistics.median(gained) if gained else None,
-                "quartiles": [quartiles[0], quartiles[2]] if gained else None,
-                "same_text": all(one.same(name) for one in asked),
-                "ties": sum(any(answer in one.ties for answer in one.answers[name]) for one in asked),
+                "speedup": statistics.median(ratios) if ratios else None,
+                "quartiles": [quartiles[0], quartiles[2]] if ratios else None,
+                "same_text": all(one.same(name) for one in items),
+                "ties": sum(any(answer in one.ties for answer in one.answers[name]) for one in items),
             }
         )
     return rows

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 USAGE = 2  # click's, too
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
+STORAGE_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
 """Errors of a disk or a quota that a file or stdout meets, no fault of the program."""
 INTERRUPTED = 130  # the exit status of Ctrl-C
 
@@ -39,7 +39,7 @@ def status_of(command: str, run: Callable[[], T]) -> T | int:
     except BrokenPipeError:
         return hang_up()
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in STORAGE_ERRORS:
             raise
         return unwritten(command, error)
     except KeyboardInterrupt:

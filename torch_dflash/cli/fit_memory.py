@@ -87,7 +87,7 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
 def _table(found: dict[str, Any]) -> str:
     """The figures and their meaning, as text."""
     chips = "one chip" if found["chips"] == 1 else f"each of {found['chips']} chips"
-    room, free = found["hbm_bytes"], found["hbm_bytes"] - found["needed_bytes"]
+    hbm, free = found["hbm_bytes"], found["hbm_bytes"] - found["needed_bytes"]
     plan = found["plan"]
     lines = [
         f"{found['target']} with {found['drafter']}, {chips} of {found['topology']}",
@@ -95,7 +95,7 @@ def _table(found: dict[str, Any]) -> str:
         f"filters {'yes' if plan['filters'] else 'no'}",
         "",
         *(f"{PARTS[name]:28}{size / 1e9:>9.3f} GB" for name, size in found["bytes"].items() if size),
-        f"{'together':28}{found['needed_bytes'] / 1e9:>9.3f} GB of {room / 1e9:.3f}: "
+        f"{'together':28}{found['needed_bytes'] / 1e9:>9.3f} GB of {hbm / 1e9:.3f}: "
         + (f"fits, {free / 1e9:.3f} GB are left" if free >= 0 else f"does not fit, by {-free / 1e9:.3f} GB"),
         "",
         *(_largest(found, what) for what in found["largest"]),

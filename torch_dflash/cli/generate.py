@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torch_dflash.cli.arguments import check_call_options, check_room, decoding
+from torch_dflash.cli.arguments import check_call_options, check_prompt_length, decoding
 from torch_dflash.cli.command import COUNT, FILE, command, flag, option
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.progress import print_status
@@ -150,7 +150,7 @@ def _one(job: Job, data: bytes) -> int:
         raise UserError(f"the prompt is not UTF-8 ({error}); convert it.") from None
     text = text if job.arguments.prompt is not None else text.removesuffix("\n")  # which editors add
     ids = job.encode([{"role": "user", "content": text}])
-    check_room(ids, job.room)
+    check_prompt_length(ids, job.longest_prompt)
     engine = job.engine(len(ids), 1, job.streamed_rounds)
     row = torch.tensor([ids])
     started = time.perf_counter()
@@ -170,7 +170,7 @@ def _lines(job: Job, data: bytes) -> int:
     """Decode one prompt per line, to one JSON line each. Exit status 1 if any line was bad."""
     from torch_dflash.cli.jsonl import read_items, run_lines
 
-    items = read_items(data, job.encode, job.room, job.arguments)
+    items = read_items(data, job.encode, job.longest_prompt, job.arguments)
     if not items:
         raise UserError("--jsonl: the input has no lines; give one JSON object per line.")
     good = [item.ids for item in items if item.error is None]

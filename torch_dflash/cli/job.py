@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, plainly, prompt_room, template_options
+from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, longest_prompt, plainly, template_options
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.loading import Loaded, load_named
 from torch_dflash.cli.text import encode
@@ -26,12 +26,12 @@ STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text; fewer cost mo
 
 @dataclass(frozen=True)
 class Job:
-    """A loaded pair, the ``options`` of every call, and the ``room`` for a prompt in tokens."""
+    """A loaded pair, the ``options`` of every call, and the most tokens of a prompt."""
 
     arguments: SimpleNamespace
     loaded: Loaded
     options: dict[str, Any]
-    room: int
+    longest_prompt: int
 
     @classmethod
     def load(cls, arguments: SimpleNamespace, **further: Any) -> Job:
@@ -41,9 +41,9 @@ class Job:
         options = {name: getattr(arguments, name) for name in ("dtype", "device", "block_size")}
         loaded = load_named(arguments.target, arguments.drafter, **options)
         loaded = replace(loaded, drafter=_composed(arguments, loaded.drafter))
-        room = prompt_room(arguments.max_new_tokens, loaded.target)
+        longest = longest_prompt(arguments.max_new_tokens, loaded.target)
         options = call_options(arguments, loaded) | {name: value for name, value in further.items() if value}
-        return cls(arguments, loaded, options, room)
+        return cls(arguments, loaded, options, longest)
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Prompt ids of ``messages`` behind the --system message."""
@@ -67,19 +67,19 @@ class Job:
         self, length: int, batch_size: int, rounds_per_chunk: int | None, replicas: int = 1
     ) -> td.Engine:
         """An engine for prompts of up to ``length`` tokens; `UserError` if the options do not fit."""
-        asked, row = self.arguments, torch.zeros(1, length, dtype=torch.long)
-        options = self.options | {"seed": asked.seed, "return_dict_in_generate": True}
+        arguments, row = self.arguments, torch.zeros(1, length, dtype=torch.long)
+        options = self.options | {"seed": arguments.seed, "return_dict_in_generate": True}
         try:
             request = read_request(self.loaded.target, row, torch.ones_like(row), options)
             return td.compile(
                 self.loaded.target,
                 self.loaded.drafter,
-                runtime=asked.runtime,
-                max_length=length + asked.max_new_tokens,
+                runtime=arguments.runtime,
+                max_length=length + arguments.max_new_tokens,
                 batch_size=batch_size,
                 # A proposer that was made here has its width already.
-                block_size=None if asked.drafter == "ngram" else asked.block_size,
-                verify_width=asked.verify_width,
+                block_size=None if arguments.drafter == "ngram" else arguments.block_size,
+                verify_width=arguments.verify_width,
                 rounds_per_chunk=rounds_per_chunk,
                 stop_slots=max(8, *(len(row.stop_ids) for row in request.rows)),
                 filters=any(row.filters for row in request.rows),
@@ -87,10 +87,10 @@ class Job:
                 processors=(*request.processors, *self.own_processors()),
                 outputs=request.logprobs.outputs,
                 top_logprobs=request.logprobs.top_logprobs,
-                mesh=asked.mesh,
+                mesh=arguments.mesh,
                 replicas=replicas,
-                cache=asked.cache,
-                verify=asked.verify,
+                cache=arguments.cache,
+                verify=arguments.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(length)),
             )
         except (TypeError, ValueError) as error:
@@ -99,11 +99,11 @@ class Job:
 
 def _composed(arguments: SimpleNamespace, drafter: Any) -> Any:
     """``drafter``, or the proposer that --union and --rows make of it."""
-    rows, asked = arguments.rows, "--union" if arguments.union else f"--rows {arguments.rows}"
+    rows, flag = arguments.rows, "--union" if arguments.union else f"--rows {arguments.rows}"
     if not arguments.union and rows is None:
         return drafter
     if not isinstance(drafter, td.DFlashDraftModel):
-        raise UserError(f"{asked}: it goes with a drafter; give a directory, a hub id or demo as --drafter.")
+        raise UserError(f"{flag}: it goes with a drafter; give a directory, a hub id or demo as --drafter.")
     if arguments.union:
         return td.Union(td.NGramProposer(), drafter, rows=rows)
     return td.TreeProposer(drafter, rows=rows)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, SHOWN, check_room
+from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, SHOWN, check_prompt_length
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.job import Job
 from torch_dflash.cli.text import asks
@@ -64,13 +64,13 @@ class Item:
     seed: int | None = None
 
 
-def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, arguments: Any) -> list[Item]:
+def read_items(data: bytes, encode: Callable[[list], list[int]], longest: int, arguments: Any) -> list[Item]:
     """Encode every line that is not blank; a bad line keeps its place with an ``error``.
 
     Args:
         data: the whole input.
         encode: chat messages to prompt ids.
-        room: the most tokens of a prompt.
+        longest: the most tokens of a prompt.
         arguments: the command's, which all lines share.
     """
     items = []
@@ -91,7 +91,7 @@ def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, argu
             if "prompt" not in record and not asks(messages):
                 raise UserError(f"{_shown(record)}: no user says a word in it; give one text of a user.")
             item.ids = encode(messages)
-            check_room(item.ids, room)
+            check_prompt_length(item.ids, longest)
         except UserError as error:
             item.error = f"line {number}: {one_line(error)}"
     return items

@@ -75,7 +75,7 @@ def _backend(arguments: SimpleNamespace) -> Backend:
 
     try:
         if not RUNTIMES[arguments.runtime].needs_jax:
-            return EagerBackend(arguments.device)
+            return EagerBackend(arguments.device, arguments.runtime)
         from jax_bridge.selftest import XlaBackend
 
         return XlaBackend()

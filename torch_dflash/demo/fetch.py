@@ -101,14 +101,14 @@ def _run(installer: Installer, command: list[str], directory: Path, patience: in
         if done.returncode == 0:
             return
         failed = f"could not fetch {REQUIREMENT} (exit status {done.returncode})"
-        said = "\n".join(done.stderr.strip().splitlines()[-8:]) or f"({installer.name} said nothing)"
+        output = "\n".join(done.stderr.strip().splitlines()[-8:]) or f"({installer.name} said nothing)"
     except subprocess.TimeoutExpired:
-        failed, said = (
+        failed, output = (
             f"could not fetch {REQUIREMENT}",
             f"The index did not answer within {patience} seconds.",
         )
     raise DemoModelError(
-        f"{installer.name} {failed}.\nTried: {' '.join(command)}\n{said}\n{_way_out(installer, directory)}"
+        f"{installer.name} {failed}.\nTried: {' '.join(command)}\n{output}\n{_way_out(installer, directory)}"
     )
 
 

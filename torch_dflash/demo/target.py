@@ -94,11 +94,11 @@ def _build(directory: Path, progress: bool) -> None:
         _require_space(root)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=root, ignore_cleanup_errors=True) as folder:
             work = Path(folder)
-            _say(progress, f"Fetching SmolLM2-135M-Instruct (93 MB, once) into {directory}")
+            _report(progress, f"Fetching SmolLM2-135M-Instruct (93 MB, once) into {directory}")
             started = time.monotonic()
             gguf = fetch_gguf(work, directory)
             fetched = time.monotonic()
-            _say(progress, "Converting it to safetensors (about a quarter of a minute, once)")
+            _report(progress, "Converting it to safetensors (about a quarter of a minute, once)")
             built = work / "built"
             # The reader of GGUF files has a progress bar that no switch turns off.
             quiet = contextlib.redirect_stderr(io.StringIO())
@@ -109,7 +109,7 @@ def _build(directory: Path, progress: bool) -> None:
             (built / MANIFEST).write_text(json.dumps(manifest, indent=2))
             _put_in_place(built, directory, work)
             took = fetched - started, time.monotonic() - fetched
-            _say(progress, "time: fetch {:.1f} s, convert {:.1f} s".format(*took))
+            _report(progress, "time: fetch {:.1f} s, convert {:.1f} s".format(*took))
     except (OSError, SafetensorError) as error:
         # safetensors reports a full disk as text alone.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
@@ -181,7 +181,7 @@ def _disk_full(root: Path) -> DemoModelError:
     )
 
 
-def _say(progress: bool, message: str) -> None:
+def _report(progress: bool, message: str) -> None:
     if progress:
         print_status(message)
 

@@ -1,4 +1,4 @@
-"""Explains low acceptance: reads a pair field by field, then judges it under other conventions."""
+"""Explains low acceptance: checks the fields of a pair, then judges the pair under other conventions."""
 
 from torch_dflash.doctor.answers import diagnose as diagnose
 from torch_dflash.doctor.diagnosis import Diagnosis as Diagnosis

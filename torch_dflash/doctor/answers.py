@@ -1,4 +1,4 @@
-"""Diagnoses a pair on the target's own answers to prompts, also to other template options."""
+"""Diagnoses a pair on the target's own answers to prompts, under two settings of the chat template."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.train.answers.data import encode_conversation
 
 SPARE = 3
-"""Ids past the tokenizer's own that are tried as masks."""
+"""Number of ids past the tokenizer's own that are tried as the mask."""
 VARIABLES = ("enable_thinking", "thinking")
-"""Names of the variable in chat templates."""
+"""Names that chat templates have for the variable that turns thinking on or off."""
 LONGER = 1.5
-"""Factor on the acceptance length that the other answers must reach, since other texts may be easier."""
+"""Factor on the acceptance length that the other answers must reach: other texts may be easier."""
 
 
 def diagnose(
@@ -43,25 +43,25 @@ def diagnose(
     """Explain why few drafts of a pair are accepted: `judge_texts` on the target's greedy answers.
 
     Args:
-        target: a live transformers causal LM.
-        drafter: a `DFlashDraftModel`; neither is changed.
-        tokenizer: the target's; with a chat template, prompts go through it.
-        prompts: questions such as the pair will serve; unset: one of maths, of code and of chat.
-        template_options: further variables of the chat template. Where it knows ``enable_thinking``, the
-            answers to the other value are judged too, by every convention.
-        max_new_tokens: of each answer.
+        target: a live transformers causal LM; not changed.
+        drafter: a `DFlashDraftModel`; not changed.
+        tokenizer: the target's; its chat template, if any, makes the prompts' ids.
+        prompts: questions such as the pair will serve; unset: one each of maths, code and chat.
+        template_options: further variables of the chat template. If the template reads ``enable_thinking``,
+            the answers under its other value are judged too, by every convention.
+        max_new_tokens: most tokens of each answer.
         blocks: number of blocks that each convention drafts.
 
     Raises:
-        TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
+        TypeError, ValueError: the pair does not fit, so it cannot draft, or there is no text.
     """
     check_judged(target, drafter)
     check_counts(max_new_tokens=max_new_tokens, blocks=blocks)
-    asked = _check_prompts(list(QUESTIONS.values()) if prompts is None else prompts)
+    questions = _check_prompts(list(QUESTIONS.values()) if prompts is None else prompts)
     options = dict(template_options or {})
 
     def ids(template: dict[str, Any]) -> list[list[int]]:
-        return encoded(tokenizer, asked, template)
+        return encoded(tokenizer, questions, template)
 
     def judged(template: dict[str, Any]) -> Diagnosis:
         texts = answer(target, ids(template), max_new_tokens, tokenizer)
@@ -74,18 +74,18 @@ def diagnose(
 
 def _check_prompts(prompts: Iterable[str]) -> list[str]:
     many = isinstance(prompts, Iterable) and not isinstance(prompts, str)
-    asked = list(prompts) if many else []  # once: a generator has them once
-    if not asked or not all(isinstance(one, str) for one in asked):
+    questions = list(prompts) if many else []  # a generator gives its items once
+    if not questions or not all(isinstance(one, str) for one in questions):
         raise TypeError(f"prompts={prompts!r}: pass a list of questions, each a str, at least one.")
-    return asked
+    return questions
 
 
 def encoded(tokenizer: Any, prompts: Sequence[str], template: dict[str, Any]) -> list[list[int]]:
-    """Ids of each prompt as a user's question; ``ValueError`` where the tokenizer or its template refuses."""
+    """Ids of each prompt as a user's question; ``ValueError`` if the tokenizer or template refuses one."""
     turns = ([{"role": "user", "content": prompt}] for prompt in prompts)
     try:
         return [encode_conversation(tokenizer, turn, template) for turn in turns]
-    except Exception as error:  # a template may raise anything, by jinja's raise_exception too
+    except Exception as error:  # a template may raise any class, also by jinja's raise_exception
         raise ValueError(f"prompts: the tokenizer cannot make ids of them ({error}).") from error
 
 
@@ -94,7 +94,7 @@ def answer(
 ) -> list[Answered]:
     """The target's own greedy continuation of each prompt, without the model's own penalties.
 
-    ``tokenizer``: for the model's own stop strings.
+    ``tokenizer`` serves the model's own stop strings.
     """
     ids, mask = (tensor.to(target.device) for tensor in pad_rows(prompts))
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": tokenizer}
@@ -105,8 +105,8 @@ def answer(
 
 
 def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Answered]) -> list[int]:
-    """Ids that may be the mask: named so, unused, or special, and in no text."""
-    said = {token for text in texts for token in text.ids.tolist()}
+    """Ids that may be the mask: ids with "mask" in their name, unused or special ids, if no text has them."""
+    in_texts = {token for text in texts for token in text.ids.tolist()}
     rows = target.get_input_embeddings().weight.shape[0]
     special = {**getattr(tokenizer, "added_tokens_encoder", {})}
     special |= dict.fromkeys(map(str, getattr(tokenizer, "all_special_tokens", ())))
@@ -115,27 +115,27 @@ def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Answered]) -> list
     size = len(tokenizer)
     spare = [*range(size, min(rows, size + SPARE)), *([rows - 1] if rows > size else [])]
     found = dict.fromkeys([*named, *spare, *ids.values()])
-    return [at for at in found if at is not None and 0 <= at < rows and at not in said]
+    return [at for at in found if at is not None and 0 <= at < rows and at not in in_texts]
 
 
-def other_way(ask: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The variable of `VARIABLES` with a value at which ``ask(options)`` makes other prompts, or {}.
+def other_way(encode: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The variable of `VARIABLES` with a value at which ``encode(options)`` makes other prompts, or {}.
 
-    A value that the template refuses does not count.
+    A value that the template refuses is skipped.
     """
-    asked = ask(options)
+    own = encode(options)
     for name in VARIABLES:
         for value in (False, True):
             with suppress(ValueError):
-                if ask(options | {name: value}) != asked:
+                if encode(options | {name: value}) != own:
                     return {name: value}
     return {}
 
 
 def with_other_way(here: Diagnosis, there: Diagnosis, other: dict[str, Any]) -> Diagnosis:
-    """``here``, or the findings of ``there`` on answers to ``other``, where these are drafted better.
+    """``here``, or the verdict of ``there`` on answers under ``other`` if their drafts are better.
 
-    Both are judged by all conventions, so a template and a field may be wrong at once.
+    All conventions judged both, so a template and a field may be wrong at once.
     """
     ((name, value),) = other.items()
     mine, best = _chosen(here), _chosen(there)
@@ -165,7 +165,7 @@ def _chosen(found: Diagnosis) -> Tried:
 
 
 def _surely_longer(one: Tried, other: Tried) -> bool:
-    # Welch's standard error, since the blocks of the two are of different texts.
+    # Welch's standard error, for the blocks are of different texts.
 
     def error(accepted: Tensor) -> float:
         return float(accepted.double().var() / max(1, len(accepted))) if len(accepted) > 1 else float("inf")

@@ -1,4 +1,4 @@
-"""Conventions that a pair may have mixed up: each change with its words and its config fields."""
+"""Conventions that a pair may have mixed up: the changes, their words and their config fields."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ WINDOWS = (512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class Convention:
-    """All that a config, a loader or a trainer may hold otherwise about a drafter's numbers.
+    """All facts about a drafter's numbers on which a config, a loader and a trainer may differ.
 
     Attributes:
-        taps: blocks of the target whose outputs are read, 0-based; -1 is the embedding's output.
-        normed: whether the outputs are read behind the target's final norm.
+        taps: 0-based blocks of the target whose outputs the drafter reads; -1: the embedding's output.
+        normed: whether the outputs pass the target's final norm.
         mask_id: the id whose embedding stands for a token to be drafted.
         scale: factor on the target's raw embedding.
-        windows, causal: the window of each draft layer (None: all), and whether its block is causal.
+        windows, causal: the window of each draft layer (None: no window), and whether its block is causal.
         rope: the rotary parameters, as JSON.
-        hidden_norm, norm: whether these norms of the drafter are applied.
-        first_row: 1 where a row predicts the token of its own place, 0 where the token after it.
-        tied: whether tokens are read off the target's embedding instead of its head.
-        dtype: of the drafter's arithmetic.
+        hidden_norm, norm: whether the drafter applies the norm of that name.
+        first_row: 1 if a row predicts the token at its own place, 0 if the token after it.
+        tied: whether the target's embedding gives the logits instead of its head.
+        dtype: dtype of the drafter's arithmetic.
     """
 
     taps: tuple[int, ...]
@@ -68,14 +68,14 @@ class Convention:
         )
 
     def applied(self, drafter: DFlashDraftModel) -> Any:
-        """A drafter of this convention that shares the weights of ``drafter``, which is not changed."""
+        """A drafter of this convention with the weights of ``drafter``, which does not change."""
         config = copy.deepcopy(drafter.config)
         config.mask_token_id, config.input_embedding_scale = self.mask_id, self.scale
         config.rope_parameters = json.loads(self.rope)
         with init_empty_weights(include_buffers=False):
             twin: Any = type(drafter)(config)
         twin.load_state_dict(drafter.state_dict(), assign=True)
-        twin.lm_head = None  # the judge passes the head, its own or another
+        twin.lm_head = None  # the judge passes a head
         for layer, window, causal in zip(twin.layers, self.windows, self.causal, strict=True):
             layer.self_attn.window, layer.self_attn.causal = window, causal
         for name in ("hidden_norm", "norm"):
@@ -85,21 +85,21 @@ class Convention:
 
 
 def as_text(parameters: dict[str, Any]) -> str:
-    """Parameters in one form, so that equal ones are equal."""
+    """JSON text of ``parameters``, equal for equal ones."""
     return json.dumps(parameters, sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Another convention.
+    """A change of a convention.
 
     Attributes:
-        kind: what is changed; two changes of one kind exclude each other.
-        name: short, for tables.
+        kind: the changed part; two changes of one kind exclude each other.
+        name: short name, for tables.
         words: the fault, if this change is better.
-        fix: the cure; empty: made of ``fields``.
-        sets: fields of `Convention`, with their new values.
-        fields: of config.json, with which the drafter is read so; None: no field says it.
+        fix: the cure; if empty, made of ``fields``.
+        sets: new values of fields of `Convention`.
+        fields: values of config.json that make this change; None: no field can.
     """
 
     kind: str
@@ -111,8 +111,8 @@ class Change:
 
     def __post_init__(self) -> None:
         if not self.fix:
-            said = ", ".join(f"{name}={value!r}" for name, value in (self.fields or {}).items())
-            object.__setattr__(self, "fix", f"set {said} in the drafter's config.json.")
+            shown = ", ".join(f"{name}={value!r}" for name, value in (self.fields or {}).items())
+            object.__setattr__(self, "fix", f"set {shown} in the drafter's config.json.")
 
     def apply(self, convention: Convention) -> Convention:
         """``convention`` with this change."""
@@ -120,7 +120,7 @@ class Change:
 
 
 def changes(target: Any, drafter: DFlashDraftModel, longest: int, masks: Sequence[int] = ()) -> list[Change]:
-    """All changes of a pair to try on texts of up to ``longest`` tokens; ``masks``: likely mask ids."""
+    """All changes to try on a pair, on texts of up to ``longest`` tokens; ``masks``: likely mask ids."""
     found = [*_taps(target, drafter), *_attention(target, drafter, longest), *_masks(drafter, masks)]
     return found + [*_embedding(target, drafter), *_reading(target, drafter), *_numbers(target, drafter)]
 
@@ -185,8 +185,8 @@ def _embedding(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
         fields = {"input_embedding_scale": scale}
         yield Change("scale", f"scale {scale:.4g}", words, "", {"scale": scale}, fields)
     head, embedding = target.get_output_embeddings().weight, target.get_input_embeddings().weight
-    alike = head.data_ptr() == embedding.data_ptr() or drafter.config.own_head
-    if not alike and head.shape == embedding.shape:
+    shared = head.data_ptr() == embedding.data_ptr() or drafter.config.own_head
+    if not shared and head.shape == embedding.shape:
         words = "the drafter learned to be read by the target's embedding, and the target's head is another"
         fix = "every loader reads it by the head: train the drafter with that."
         yield Change("tied", "tied head", words, fix, {"tied": True})
@@ -227,10 +227,10 @@ CONFIG, COPY = "config.json", "config.json.before"
 
 
 def check_repairable(folder: Path) -> None:
-    """Raise ``OSError`` if the config of ``folder`` could not be written, or the old one not be kept."""
+    """Raise ``OSError`` if the config of ``folder`` cannot be written, or the old config cannot be kept."""
     if (folder / COPY).exists():
         raise FileExistsError(f"{folder / COPY} is there from an earlier repair; move it away first.")
-    with tempfile.TemporaryFile(dir=folder):  # what may be written by its mode can still be read-only
+    with tempfile.TemporaryFile(dir=folder):  # a folder that its mode lets us write may still be read-only
         pass
 
 
@@ -238,7 +238,7 @@ def repair(folder: Path, fields: dict[str, Any]) -> Path:
     """Write ``fields`` into the config of ``folder``; returns a copy of the old one.
 
     Raises:
-        FileExistsError: the copy's name is taken. OSError: the files cannot be read or written.
+        FileExistsError: a file has the copy's name. OSError: the files cannot be read or written.
     """
     check_repairable(folder)
     path, copy = folder / CONFIG, folder / COPY

@@ -1,4 +1,4 @@
-"""Searches for a better convention, and words the result."""
+"""Searches for a better convention, and puts the result into words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_dflash.proposers.pair import check_pair
 from torch_dflash.storage.files import write_atomically
 
 ROUNDS = ((16, 48), (64, 12))
-"""Screenings of pairs of changes: the blocks of each, and the number of pairs that go on."""
+"""Screenings of pairs of changes: blocks of a screening, and number of pairs that it keeps."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Diagnosis:
     """The verdict on a pair, and its evidence.
 
     Attributes:
-        verdict: "broken", "weak", "healthy", or "unsure": too few blocks to call it either of the two.
-        changes: the cure, if it is broken.
-        length: acceptance length of blocks drafted as the pair is, teacher-forced on the target's text.
-        better: the same with ``changes``.
-        positions: share of blocks whose first k drafts are right, as the pair is.
+        verdict: "broken", "weak", "healthy", or "unsure": too few blocks to tell weak from healthy.
+        changes: the cure of a broken pair.
+        length: acceptance length of the unchanged pair, teacher-forced on the target's text.
+        better: acceptance length with ``changes``.
+        positions: share of blocks whose first k drafts of the unchanged pair are right.
         tried: every convention that was judged on all blocks, the likeliest first.
         findings: remarks on the configs.
-        evidence: of the verdict.
+        evidence: evidence of the verdict.
     """
 
     verdict: str
@@ -52,19 +52,19 @@ class Diagnosis:
         return {name: value for one in self.changes for name, value in (one.fields or {}).items()}
 
     def __str__(self) -> str:
-        said = [str(finding) for finding in self.findings]
-        said.append(f"acceptance length {self.length:.2f}")
+        lines = [str(finding) for finding in self.findings]
+        lines.append(f"acceptance length {self.length:.2f}")
         if self.verdict == "broken":
-            said += [f"broken: {change.words}; {change.fix}" for change in self.changes]
-            said.append(f"with that: {self.better:.2f}")
+            lines += [f"broken: {change.words}; {change.fix}" for change in self.changes]
+            lines.append(f"with that: {self.better:.2f}")
         elif self.verdict == "weak":
-            said.append(
+            lines.append(
                 "weak drafter: no other convention makes it better; it needs training, on such prompts."
             )
         elif self.verdict == "healthy":
-            said.append("healthy: no other convention makes it better.")
-        said.append(self._judged())
-        return "\n".join(said)
+            lines.append("healthy: no other convention makes it better.")
+        lines.append(self._judged())
+        return "\n".join(lines)
 
     def _judged(self) -> str:
         found = self.evidence
@@ -82,24 +82,24 @@ def judge_texts(
     masks: Sequence[int] = (),
     blocks: int = 256,
 ) -> Diagnosis:
-    """Judge a pair under the conventions it may have mixed up, singly and in pairs.
+    """Judge a pair under the conventions that it may have mixed up, singly and in pairs.
 
-    The target runs once over the texts. Each convention then drafts the same blocks, teacher-forced, and is
-    compared with others block by block: how likely it holds the target's own tokens, each convention at the
-    temperature that suits it best, which tells more than the number of accepted drafts. `Tried.beats` defines
-    better. A pair of changes has to be better than either alone. Where too few blocks were drafted to rule a
-    change out, there is no verdict. Faults such as taps off by one cost only speed and no text, so no other
-    test finds them.
+    The target runs once over the texts. Each convention then drafts the same blocks, teacher-forced. Two
+    conventions are compared block by block, by the likelihood that they give to the target's own tokens, each
+    at its best temperature: likelihood tells more than the number of accepted drafts. `Tried.beats` defines
+    better. A pair of changes has to be better than either change alone. With too few blocks to rule a change
+    out, the verdict is "unsure". Faults such as taps off by one cost speed and never change a text, so no
+    other test finds them.
 
     Args:
-        target: a live transformers causal LM.
-        drafter: a `DFlashDraftModel`; neither is changed.
-        texts: prompts with the target's own greedy answers; some hundred tokens of them.
-        masks: ids that may have been the mask in training, such as special tokens that no text holds.
+        target: a live transformers causal LM; not changed.
+        drafter: a `DFlashDraftModel`; not changed.
+        texts: prompts with the target's own greedy answers, of some hundred tokens in all.
+        masks: ids that may have been the mask in training, such as special tokens that are in no text.
         blocks: number of blocks that each convention drafts.
 
     Raises:
-        TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
+        TypeError, ValueError: the pair does not fit, so it cannot draft, or there is no text.
     """
     check_counts(blocks=blocks)
     check_judged(target, drafter)
@@ -127,13 +127,13 @@ def judge_texts(
 
 
 def check_judged(target: Any, drafter: DFlashDraftModel) -> None:
-    """Raise for a pair that does not fit, and for a drafter that has no convention of ours."""
+    """Raise ``TypeError`` or ``ValueError`` for a pair that does not fit, or that the doctor cannot judge."""
     if not isinstance(drafter, DFlashDraftModel):
         name = type(drafter).__name__
         raise TypeError(f"drafter={name}: has no conventions to be judged; pass a DFlashDraftModel.")
     rows, config = target.get_output_embeddings().weight.shape[0], drafter.config
-    alike = config.vocab_size == rows and not has_smaller_vocabulary(config)
-    known = ("sample_from_anchor", *(("markov_rank", "own_embedding", "own_head") if alike else ()))
+    whole = config.vocab_size == rows and not has_smaller_vocabulary(config)
+    known = ("sample_from_anchor", *(("markov_rank", "own_embedding", "own_head") if whole else ()))
     refuse_extras(config, "the doctor", "compare acceptance with the drafter's card.", known)
     check_pair(target, drafter)
 
@@ -145,7 +145,7 @@ def _both(own: Convention, pair: tuple[Change, ...]) -> Convention:
 
 
 def _best(chosen: Tried, tried: list[Tried], known: list[Tried]) -> Tried:
-    """The best of ``tried`` that beats ``chosen`` and each of ``known`` with a part of its changes."""
+    """The best of ``tried`` that beats ``chosen`` and all of ``known`` with a part of its changes."""
     for one in sorted(tried, key=lambda one: -one.nats):
         less = [other for other in known if all(change in one.changes for change in other.changes)]
         if all(one.beats(other) for other in [chosen, *less]):
@@ -154,7 +154,7 @@ def _best(chosen: Tried, tried: list[Tried], known: list[Tried]) -> Tried:
 
 
 def _finalists(judge: Judge, own: Convention, single: list[Tried]) -> list[tuple[Change, ...]]:
-    """The pairs of changes that are best on some of the blocks."""
+    """The pairs of changes that the screenings of `ROUNDS` keep."""
     kinds = [one.changes[0] for one in single]
     pairs = [pair for pair in combinations(kinds, 2) if pair[0].kind != pair[1].kind]
     for blocks, most in ROUNDS:

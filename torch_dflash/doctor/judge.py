@@ -28,7 +28,7 @@ from torch_dflash.train.fit.blocks import (
 )
 
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
-"""From a quarter to 64, at which all tokens are alike; each convention is judged at its best temperature."""
+"""From 1/4 to 64, at which all tokens are about equally likely; a convention counts at its best one."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Drafted:
     """The blocks of one convention.
 
     Attributes:
-        accepted: drafts of each block that the target would accept.
+        accepted: number of each block's drafts that the target would accept.
         likelihood: log-likelihood in nats of the target's tokens, all rows, at each of `TEMPERATURES`.
     """
 
@@ -45,7 +45,7 @@ class Drafted:
 
     @property
     def nats(self) -> Float[Tensor, " blocks"]:
-        """`likelihood` at its best temperature: a drafter that is more sure of everything is no better."""
+        """`likelihood` at its best temperature: sharper logits alone make no drafter better."""
         return self.likelihood[:, self.likelihood.mean(dim=0).argmax()]
 
 
@@ -53,13 +53,13 @@ class Judge:
     """Drafts the same blocks of recorded texts by any convention.
 
     Args:
-        target, drafter: the pair; neither is changed.
-        recorded: of the target, by `record`.
-        blocks: number of blocks; their anchors lie evenly over the answers.
+        target, drafter: the pair; neither changes.
+        recorded: the target's outputs, from `record`.
+        blocks: number of blocks; their anchors are spread evenly over the answers.
 
     Attributes:
         places: (text, anchor) of each block.
-        most: as many blocks as the answers have room for.
+        most: number of blocks that fit into the answers.
     """
 
     def __init__(self, target: Any, drafter: DFlashDraftModel, recorded: Sequence[Tapped], blocks: int = 256):
@@ -89,7 +89,7 @@ class Judge:
 
     @torch.no_grad()
     def likelihood(self, convention: Convention, every: int) -> float:
-        """Mean nats of each ``every``-th block. Cheaper than acceptance, which takes the whole head."""
+        """Mean nats of every ``every``-th block: cheaper than acceptance, which needs the whole head."""
         drafted = self._drafted(convention, every)
         nats = [self.log_likelihood(twin, convention, batch, rows) for twin, batch, rows in drafted]
         return float(torch.cat(nats).mean(dim=0).max())
@@ -120,10 +120,10 @@ class Judge:
     def log_likelihood(
         self, twin: Any, convention: Convention, batch: AnchorBatch, rows: Float[Tensor, "one A N H"]
     ) -> Float[Tensor, "A temperatures"]:
-        """Log-likelihood of the target's tokens in nats, among the tokens that the texts hold."""
+        """Log-likelihood in nats of the target's tokens, among the tokens that occur in the texts."""
         wanted, known = block_targets(batch, self.width)
         logits = self.read(twin, convention, batch, rows, self._words)[0].float()
-        logits = torch.where(torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0)  # says nothing
+        logits = torch.where(torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0)  # no evidence
         at = torch.searchsorted(self._words, wanted[0].long())[..., None]
         nats = [
             ((logits / heat).log_softmax(dim=-1).gather(-1, at)[..., 0] * known[0]).sum(dim=1)
@@ -132,7 +132,7 @@ class Judge:
         return torch.stack(nats, dim=1).cpu()
 
     def batch(self, convention: Convention, one: Tapped, anchors: list[int]) -> AnchorBatch:
-        """The drafter's inputs for blocks of a text."""
+        """The drafter's inputs for the blocks of a text at ``anchors``."""
         states = [one.states[tap + 1] for tap in convention.taps]
         norm = self._norm if convention.normed else None
         features = torch.cat([state if norm is None else norm(state) for state in states], dim=-1)
@@ -145,7 +145,7 @@ class Judge:
         )
 
     def rows(self, twin: Any, convention: Convention, batch: AnchorBatch) -> Float[Tensor, "B A N H"]:
-        """The drafter's states that stand for the tokens behind each anchor."""
+        """The drafter's states for the tokens after each anchor."""
         hidden = draft_blocks(twin, batch, self._embedding, self.width)
         return hidden[:, :, convention.first_row : convention.first_row + self.width - 1]
 
@@ -157,7 +157,7 @@ class Judge:
         rows: Float[Tensor, "B A N H"],
         words: Int[Tensor, " V"] | None = None,
     ) -> Float[Tensor, "B A N V"]:
-        """Logits of such states, of all tokens or of ``words``, each behind the true tokens."""
+        """Logits of the states ``rows`` for all tokens or ``words``, given the true tokens before them."""
         logits, markov = twin.logits(rows, self._head(convention, words)), twin.markov_head
         if markov is None:
             return logits
@@ -177,7 +177,7 @@ class Judge:
 
 
 def standard_score(new: Tensor, old: Tensor) -> float:
-    """Standard errors by which ``new`` is better than ``old``, block by block."""
+    """Mean gain of ``new`` over ``old``, block by block, in standard errors."""
     mean, error = (new - old).double().mean(), standard_error(new, old)
     return float(mean / error) if error > 0 else float(mean.sign()) * len(new)
 
@@ -212,7 +212,7 @@ def record(target: Any, texts: Sequence[Answered]) -> list[Tapped]:
     """
     blocks = blocks_of(target)
     check_tappable(target, blocks)
-    skeleton = build_skeleton(target, target.config._attn_implementation)  # no hook of ours in the model
+    skeleton = build_skeleton(target, target.config._attn_implementation)  # takes the hooks, not the model
     tensors, outputs, found = collect_tensors(skeleton, target, ""), {}, []
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Compares conventions that were tried: statistics of their blocks, and the evidence of a verdict."""
+"""Compares the conventions that were tried, by statistics of their blocks, and gives the evidence."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SURE = 3.5
 GAIN = 0.02
 """Nats a block that a change has to gain: another dtype shifts all blocks by a hundredth."""
 FAINT = 0.25
-"""Nats that it has to gain where the drafter stays weak: gains by chance are larger there."""
+"""Nats a block that a change has to gain if the drafter stays weak: gains by chance are larger then."""
 WEAK = 2.0
-"""An acceptance length below which a pair without a fault is called weak: a step in two."""
+"""The acceptance length below which a pair without a fault is weak: one draft a pass is accepted."""
 ENOUGH = 256
-"""Blocks on which a pair is called sound whatever may be left, as many as the doctor was measured with."""
+"""Blocks that suffice for a verdict: the doctor was measured with that many."""
 FEW = 16
-"""Blocks below which there is no verdict: the standard error of fewer is unsure itself."""
+"""Blocks below which there is no verdict: the standard error of fewer is too inexact."""
 LUCK = 1.5
 """Standard errors by which the missing blocks, up to `ENOUGH`, may be better than those at hand."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A convention by its ``changes`` (none: as the config says), and all blocks as it drafts them."""
+    """A convention by its ``changes`` (none: the config's own), and the blocks that it drafts."""
 
     changes: tuple[Change, ...]
     drafted: Drafted
@@ -50,18 +50,18 @@ class Tried:
 
     @property
     def least(self) -> float:
-        """Nats per block that it has to gain over another."""
+        """Nats per block that this convention has to gain over another."""
         return GAIN if self.length >= WEAK else FAINT
 
     def beats(self, other: Tried) -> bool:
-        """Whether the target's tokens are likelier, and drafts no less often accepted, both beyond noise."""
+        """Whether the target's tokens are surely likelier than by ``other``, and acceptance is no less."""
         new, old = self.drafted, other.drafted
         sure = standard_score(new.nats, old.nats) >= surely(len(new.accepted))
         sure = sure and self.nats - other.nats >= self.least
         return sure and standard_score(new.accepted, old.accepted) > -1
 
     def may_beat(self, other: Tried) -> bool:
-        """Whether it might beat ``other`` on `ENOUGH` blocks, if the missing ones are better by `LUCK`."""
+        """Whether this may beat ``other`` on `ENOUGH` blocks, if the missing blocks are better by `LUCK`."""
         new, old = self.drafted, other.drafted
         missing = max(0.0, 1 - len(new.accepted) / ENOUGH)
         error = standard_error(new.nats, old.nats)
@@ -71,7 +71,7 @@ class Tried:
 
 
 def surely(blocks: int) -> float:
-    """`SURE`, and more on fewer than `ENOUGH` blocks, whose standard error is less sure."""
+    """`SURE`, and more for fewer than `ENOUGH` blocks, whose standard error is less exact."""
     return SURE * max(1.0, ENOUGH / blocks) ** 0.25 if blocks >= FEW else float("inf")
 
 
@@ -84,9 +84,10 @@ class Evidence:
     """Evidence of a verdict; for a broken pair without `gain` and `doubts`.
 
     Attributes:
-        blocks: drafted by each convention; most: as many as the answers have room for; answers: their number.
-        gain: the most nats per block that the first of ``doubts``, or without these any change, may gain;
-            of: the most that any drafter could gain.
+        blocks: number of blocks that each convention drafted; most: number that fits into the answers;
+            answers: number of answers.
+        gain: most nats per block that the first of ``doubts``, or without doubts any change, may gain;
+            of: most nats per block that any drafter could gain.
         doubts: names of changes that `ENOUGH` blocks may show to be better, single ones first.
     """
 
@@ -133,5 +134,5 @@ def weigh(base: Tried, others: Sequence[Tried], most: int, answers: int) -> Evid
     )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -101,10 +101,10 @@ class Generation:
             due = [row.prompt[:0] for row in self.rows]
             for row in step.prefill:
                 due[row] = self.rows[row].prompt[self._kept[row] :]
-            room = self.plan.slots - max(self._kept[row] for row in step.prefill)
+            slots_left = self.plan.slots - max(self._kept[row] for row in step.prefill)
             self.prefilled += sum(map(len, due))
             whole = bool(impure(self.plan.processors))
-            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, room, whole):
+            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, slots_left, whole):
                 self.state = self.runtime.prefill(self.params, self.state, chunk)
         return bool(step.prefill)
 

@@ -17,7 +17,7 @@ from torch_dflash.requests.options import EngineOptions
 from torch_dflash.runtime import Runtime
 from torch_dflash.runtime_kinds import RUNTIMES
 
-_told: WeakSet = WeakSet()
+_warned: WeakSet = WeakSet()
 _ELSEWHERE = {
     "cuda": "Pass runtime='eager' to decode on the GPU.",
     "xla": "That is a device of torch_xla, which cannot share a TPU with JAX in one process: keep the target "
@@ -39,15 +39,15 @@ class Hosts(Protocol):
         """The devices of ``mesh`` in their order."""
         ...
 
-    def agree(self, what: str, said: dict[str, str], given: bytes | None = None) -> bytes:
+    def agree(self, what: str, facts: dict[str, str], given: bytes | None = None) -> bytes:
         """Meet the others in the call ``what``, and return what process 0 was ``given``.
 
         Raises:
-            RuntimeError: something that is ``said`` differs, in all of them; or one did not come.
+            RuntimeError: raised in all processes if ``facts`` differ, or if one process did not come.
         """
         ...
 
-    def leaving(self, what: str) -> AbstractContextManager[None]:
+    def collective(self, what: str) -> AbstractContextManager[None]:
         """While open, the others end if this process fails."""
         ...
 
@@ -55,7 +55,7 @@ class Hosts(Protocol):
         """Have the others end, for this process will not do its part of ``what``."""
         ...
 
-    def resting(self, what: str) -> AbstractContextManager[None]:
+    def paused(self, what: str) -> AbstractContextManager[None]:
         """While open, a user's code runs in ``what``; no process waits for this one."""
         ...
 
@@ -83,12 +83,12 @@ def hosts_of(runtime: str, mesh: Any, replicas: int) -> Hosts | None:
     return spanning(mesh, replicas)
 
 
-def tell_device(model: Any, runtime: str) -> None:
+def warn_of_device(model: Any, runtime: str) -> None:
     """Say, once for a model, that XLA decodes on another device than the model's."""
     place = model.device
-    if not RUNTIMES[runtime].needs_jax or place.type not in _ELSEWHERE or model in _told:
+    if not RUNTIMES[runtime].needs_jax or place.type not in _ELSEWHERE or model in _warned:
         return
-    _told.add(model)
+    _warned.add(model)
     warn(
         f"the target is on {place}; runtime={runtime!r} copies its weights to JAX's default device and "
         f"decodes there. {_ELSEWHERE[place.type]}"

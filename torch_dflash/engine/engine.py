@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_dflash.checks import check_context, check_counts, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.bridge import make_runtimes, tell_device
+from torch_dflash.engine.bridge import make_runtimes, warn_of_device
 from torch_dflash.engine.call import Call, map_prompts
 from torch_dflash.engine.models import Models, check_entry, marked
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect, tokens_of
@@ -111,7 +111,7 @@ class Engine(OfOneProcess):
                 break
         guard.ignore(skeleton.written)
         check_context(model, options.max_length or 0)
-        tell_device(model, options.runtime)
+        warn_of_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)
         plan = options.plan(proposer.width, proposer.depth)
         check_top(plan.top_logprobs, skeleton.vocab_size)
@@ -185,7 +185,7 @@ class Engine(OfOneProcess):
             buckets.append(width)
             width *= 2
         self.follow()
-        self.meet("warmup")
+        self.synchronize("warmup")
         with self.shared("warmup"):
             params = self._params()
             self.runtime.warmup(params, buckets, progress, slots)
@@ -233,8 +233,8 @@ class Engine(OfOneProcess):
         **options: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
-        asked = options | {"return_dict_in_generate": return_dict_in_generate}
-        output = self.run(self._read("generate", input_ids, attention_mask, asked, streamer), streamer)
+        requested = options | {"return_dict_in_generate": return_dict_in_generate}
+        output = self.run(self._read("generate", input_ids, attention_mask, requested, streamer), streamer)
         return output if return_dict_in_generate else output.sequences
 
     def run(self, request: Request, streamer=None) -> GenerateOutput:
@@ -244,7 +244,7 @@ class Engine(OfOneProcess):
         self._check(request)
         if (slots := self._slots_for(request)) is not None:
             return Call(slots, request, self.version()).run(streamer)
-        times, gained = [], Deltas(request.lengths)
+        times, deltas = [], Deltas(request.lengths)
         with self.shared("generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
             if streamer is not None:
@@ -252,7 +252,7 @@ class Engine(OfOneProcess):
             generation = self._begin(request.rows, params)
             for progress in self._steps(generation):
                 times.append(time.perf_counter() - started)
-                if streamer is not None and (tokens := gained.by(progress)[0].tokens):
+                if streamer is not None and (tokens := deltas.by(progress)[0].tokens):
                     streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
@@ -264,8 +264,8 @@ class Engine(OfOneProcess):
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
-        asked = {**options, "return_dict_in_generate": False}
-        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, asked)))
+        requested = {**options, "return_dict_in_generate": False}
+        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, requested)))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """Yield each row's new tokens, chunk by chunk."""
@@ -323,8 +323,8 @@ class Engine(OfOneProcess):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[GenerateOptions]
     ) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
-        asked = {**options, "return_dict_in_generate": False}
-        request = self._read("start", input_ids, attention_mask, asked)
+        requested = {**options, "return_dict_in_generate": False}
+        request = self._read("start", input_ids, attention_mask, requested)
         check_fits(request, self.plan)
         rows = request.rows
         if any(row.stopping for row in rows):
@@ -358,7 +358,7 @@ class Engine(OfOneProcess):
         Raises:
             ValueError: ``state`` is of another plan or proposer, or consumed. TypeError: across the border.
         """
-        self.meet("advance", state)
+        self.synchronize("advance", state)
         with self.shared("advance"):
             params = self._params()
             state, turn = self.runtime.import_state(params, state), self._widths.settled()
@@ -408,11 +408,11 @@ class Engine(OfOneProcess):
         """Slots for a request of more rows than decode together."""
         return self._own_slots() if len(request.rows) > self.plan.batch_size else None
 
-    def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
+    def synchronize(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
         """``read()``, in the call ``what`` of ``state``; several processes do it together."""
         return read()
 
-    def alike(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
+    def compare(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
         """``read()``; an engine of several processes compares its ``digest``."""
         return read()
 

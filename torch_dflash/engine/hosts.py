@@ -46,10 +46,10 @@ _NUMBER = re.compile(r" at 0x[0-9a-f]+")
 """An object's address as Python prints it, which differs by process."""
 
 
-def read_together(
+def read_broadcast(
     hosts: Hosts,
     what: str,
-    said: dict[str, str],
+    facts: dict[str, str],
     given: tuple[Any, Any, Mapping[str, Any]],
     read: Callable[..., T],
     digest: Callable[[T], dict[str, str]],
@@ -57,8 +57,8 @@ def read_together(
     """``read`` of the prompts, mask and options that process 0 was ``given``; the seed is drawn there.
 
     Args:
-        said: what has to be the same in all processes before.
-        digest: as in `read_alike`.
+        facts: what has to be the same in all processes before.
+        digest: as in `read_compared`.
 
     Raises:
         RuntimeError: the processes differ. Whatever ``read`` does, in all of them.
@@ -66,27 +66,27 @@ def read_together(
     input_ids, attention_mask, options = given
     if options.get("seed") is None:
         given = input_ids, attention_mask, {**options, "seed": drawn_seed()}
-    with _telling(hosts, what):
+    with _sharing_errors(hosts, what):
         own = packed(given) if hosts.first else None
-    sent = hosts.agree(what, said, own)
-    return read_alike(hosts, what, lambda: read(*unpacked(sent, given)), digest)
+    sent = hosts.agree(what, facts, own)
+    return read_compared(hosts, what, lambda: read(*unpacked(sent, given)), digest)
 
 
-def read_alike(hosts: Hosts, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
+def read_compared(hosts: Hosts, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
     """``read()``, of which the ``digest`` has to be the same in all processes.
 
     Raises:
         RuntimeError: the processes differ. Whatever ``read`` and ``digest`` do, in all of them.
     """
-    with _telling(hosts, what):
+    with _sharing_errors(hosts, what):
         found = read()
-        said = {READ: "no error"} | digest(found)
-    hosts.agree(what, said)
+        facts = {READ: "no error"} | digest(found)
+    hosts.agree(what, facts)
     return found
 
 
 @contextmanager
-def _telling(hosts: Hosts, what: str) -> Iterator[None]:
+def _sharing_errors(hosts: Hosts, what: str) -> Iterator[None]:
     """While open, the others hear of an error, unless they have it, too. Ctrl-C waits for nobody."""
     try:
         yield
@@ -98,19 +98,19 @@ def _telling(hosts: Hosts, what: str) -> Iterator[None]:
         raise
 
 
-def said_of(hosts: Hosts, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
+def facts_of(hosts: Hosts, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
     """Devices, models and engine options, which must be the same in all processes before a call."""
-    said = {"the mesh": hosts.order(mesh)}
+    facts = {"the mesh": hosts.order(mesh)}
     for name, given in (("the target", target), ("the drafter", drafter)):
         one = inner_of(given)
         known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
         # In lines, for only these show a set in one order: Python's own differs by process.
         shown = _NUMBER.sub("", pformat((settings(getattr(one, "config", None)), key_of(given)), width=1))
-        said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
+        facts[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
         named = {option.name: repr(getattr(part, option.name)) for option in fields(part)}
-        said |= {name: value for name, value in named.items() if name != "mesh"}  # by its order
-    return said
+        facts |= {name: value for name, value in named.items() if name != "mesh"}  # by its order
+    return facts
 
 
 def digest_of(request: Request, *more: Any) -> dict[str, str]:
@@ -124,13 +124,13 @@ def digest_of(request: Request, *more: Any) -> dict[str, str]:
             "max_time with a mesh of several processes: each has a clock of its own; leave it out, or pass "
             "max_new_tokens."
         )
-    said: list[Any] = [request.pad_token_id]
+    parts: list[Any] = [request.pad_token_id]
     for row in request.rows:
         stopping = [(type(rule).__name__, getattr(rule, "strings", None)) for rule in row.stopping]
         known: Any = {"prompt": row.prompt.tolist(), "stopping": stopping}
-        said.append(replace(row, **known))
-    asked = f"a request of {request.lengths} and {[row.max_new_tokens for row in request.rows]} tokens"
-    return {READ: f"{asked}, {_crc((said, more))}"}
+        parts.append(replace(row, **known))
+    shown = f"a request of {request.lengths} and {[row.max_new_tokens for row in request.rows]} tokens"
+    return {READ: f"{shown}, {_crc((parts, more))}"}
 
 
 def digest_of_state(runtime: Runtime, state: DecodeState | None) -> dict[str, str]:
@@ -145,7 +145,7 @@ def digest_of_state(runtime: Runtime, state: DecodeState | None) -> dict[str, st
     return {"the state": _crc([leaf.numpy().tobytes() for leaf in leaves])}
 
 
-def together(
+def lockstep(
     hosts: Hosts, steps: Iterator[Progress], over: Callable[[], bool], streamed: bool
 ) -> Generator[Progress, None, None]:
     """``steps`` of a generation, done by all processes at once.
@@ -155,14 +155,14 @@ def together(
         streamed: whether it may be left before: all leave it where process 0 does.
     """
     lead = hosts.lead() if streamed else None
-    with hosts.leaving("a generation"):
+    with hosts.collective("a generation"):
         count = 0
         while (progress := next(steps, None)) is not None:
             count += 1
             if count % CHECK_EVERY == 0:
                 hosts.agree("the middle of a generation", {"the text": _crc(_texts(progress))})
             try:
-                with hosts.resting("a generation") if streamed else nullcontext():
+                with hosts.paused("a generation") if streamed else nullcontext():
                     yield progress
             except GeneratorExit:
                 if lead is not None and not over() and not lead.stop():
@@ -179,8 +179,8 @@ def _texts(progress: Progress) -> list[Any]:
     return [[row[:end].tobytes() for row, end in texts], progress.rounds.tolist(), progress.ended.tolist()]
 
 
-def _crc(said: Any) -> str:
-    return f"{zlib.crc32(repr(said).encode()):08x}"
+def _crc(value: Any) -> str:
+    return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
 _KINDS: dict[str, Any] = {
@@ -261,29 +261,29 @@ class HostsEngine(Engine):
                 "pass a number of rows, or leave it out."
             )
         built = super()._build(target, drafter)
-        self._said = said_of(self.hosts, self._mesh, target, drafter, self.options, built.pair.plan)
+        self._facts = facts_of(self.hosts, self._mesh, target, drafter, self.options, built.pair.plan)
         return built
 
-    def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
+    def synchronize(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
         """``read()``, with every process of the mesh in the same call, of the same ``state``.
 
         Raises:
             RuntimeError: they are in another, of another engine, or one did not come.
         """
-        said = lambda _: self._said | self.bits() | digest_of_state(self.runtime, state)  # noqa: E731
-        return read_alike(self.hosts, what, read, said)
+        facts = lambda _: self._facts | self.bits() | digest_of_state(self.runtime, state)  # noqa: E731
+        return read_compared(self.hosts, what, read, facts)
 
     def bits(self) -> dict[str, str]:
         """A checksum of the live weights, for comparison; of a loaded target its checkpoint."""
         return {"their bits": self.runtime.fingerprint(self._live())}
 
-    def alike(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
+    def compare(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
         """``read()``, whose ``digest`` has to be the same in all processes."""
-        return read_alike(self.hosts, what, read, digest)
+        return read_compared(self.hosts, what, read, digest)
 
     def shared(self, what: str) -> AbstractContextManager[None]:
         """While open, the others end if this process fails in ``what``."""
-        return self.hosts.leaving(what)
+        return self.hosts.collective(what)
 
     def _check(self, request: Request) -> None:
         check_fits(request, self.plan)
@@ -309,7 +309,8 @@ class HostsEngine(Engine):
         read = partial(super()._read, what, streamer=streamer)
         check_entry(self.pair, self.options.runtime)
         digest = lambda found: digest_of(found) | self.bits()  # noqa: E731
-        return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
+        given = input_ids, attention_mask, options
+        return read_broadcast(self.hosts, what, self._facts, given, read, digest)
 
     def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
-        return together(self.hosts, super()._steps(generation), lambda: generation.over, streamed)
+        return lockstep(self.hosts, super()._steps(generation), lambda: generation.over, streamed)

@@ -169,16 +169,16 @@ class Deltas:
 def tokens_of(gains: Generator[list[RowDelta], None, None]) -> Iterator[list[list[int]]]:
     """The tokens alone of each row's delta."""
     with closing(gains):  # at once, though a traceback holds it
-        for gained in gains:
-            yield [gain.tokens for gain in gained]
+        for deltas in gains:
+            yield [delta.tokens for delta in deltas]
 
 
 def _gain(progress: Progress, row: int, start: int, rounds: int) -> RowDelta:
     """A row's tokens from ``start`` on, and its rounds after the first ``rounds``."""
     end = int(progress.known[row])
     tokens, accepted = progress.tokens[row, start:end], progress.accepted[row, rounds : progress.rounds[row]]
-    said = progress.record.logprobs(row, start, end), progress.record.top(row, start, end)
-    return RowDelta(tokens.tolist(), accepted.tolist(), bool(progress.ended[row]), *said)
+    scores = progress.record.logprobs(row, start, end), progress.record.top(row, start, end)
+    return RowDelta(tokens.tolist(), accepted.tolist(), bool(progress.ended[row]), *scores)
 
 
 class Share(NamedTuple):

@@ -38,7 +38,7 @@ class Replicas(Engine):
 
     def _take(self, built: Built) -> None:
         super()._take(built)
-        self.engines = [_alike(self, replace(built, runtimes=[runtime])) for runtime in built.runtimes]
+        self.engines = [_engine_on(self, replace(built, runtimes=[runtime])) for runtime in built.runtimes]
 
     def warmup(self, progress: bool | None = None, slots: bool = True) -> Replicas:
         """As `Engine.warmup`, for all replicas: XLA compiles for each device anew, all but the first at once.
@@ -100,7 +100,7 @@ def engine_of(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     return (Engine if options.replicas == 1 else Replicas)(target, drafter, options)
 
 
-def _alike(engine: Engine, built: Built) -> Engine:
+def _engine_on(engine: Engine, built: Built) -> Engine:
     """An engine of the same pair and models on another runtime."""
     other = Engine.__new__(Engine)
     vars(other).update(vars(engine) | {"_built": built})

@@ -43,7 +43,7 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
             has consumed it, its page table is impossible, or ``path`` is a directory.
         RuntimeError: another process of the mesh makes another call, or of another state.
     """
-    file = engine.meet("save_state", state, lambda: _file_at(path))
+    file = engine.synchronize("save_state", state, lambda: _file_at(path))
     with engine.shared("save_state"):
         leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
@@ -77,7 +77,7 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
         RuntimeError: another process of the mesh has another file.
     """
     digest = lambda found: {"the state": found[1]}  # noqa: E731
-    state, _ = engine.alike("load_state", lambda: _load(_file_at(path), engine), digest)
+    state, _ = engine.compare("load_state", lambda: _load(_file_at(path), engine), digest)
     with engine.shared("load_state"):
         return engine.place(state)
 
@@ -109,8 +109,8 @@ def describe_proposer(engine: Engine) -> str:
     kept = {name: getattr(proposer, name, None) for name in inspect.signature(type(proposer)).parameters}
     plain = {name: value for name, value in kept.items() if isinstance(value, int | float | str)}
     settings = {"width": proposer.width, "taps": tuple(proposer.taps)} | plain
-    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return f"{proposer.name}({said})"
+    shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return f"{proposer.name}({shown})"
 
 
 def abstract_state(engine: Engine) -> DecodeState:
@@ -166,8 +166,8 @@ def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
-    said = metadata.get("plan", "") + metadata.get("proposer", "")
-    return str(zlib.crc32(said.encode(), checksum_of(tensors)))
+    header = metadata.get("plan", "") + metadata.get("proposer", "")
+    return str(zlib.crc32(header.encode(), checksum_of(tensors)))
 
 
 # How often the host reads is the engine's own business; all else decides shapes, or what tokens come.
@@ -266,5 +266,5 @@ def _refuse(problem: str) -> None:
 
 
 def _short(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= 60 else f"{said[:57]}..."
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -87,7 +87,7 @@ class Session(OfOneProcess):
         started, compiled = time.perf_counter(), self._runtime.compilations
         generation, prefilled = self._begin(request, settled)
         prompt, times = request.rows[0].prompt, []
-        gained = Deltas(request.lengths)
+        deltas = Deltas(request.lengths)
         steps = self._steps(generation)
         while True:
             if self._current is not current:
@@ -102,7 +102,7 @@ class Session(OfOneProcess):
             fresh = self._runtime.compilations - compiled
             read = prefilled + generation.prefilled
             self.stats = stats_of(request, progress, times, fresh, read)
-            yield gained.by(progress)[0]
+            yield deltas.by(progress)[0]
 
     def _begin(self, request: Request, settled: int) -> tuple[Generation, int]:
         """The generation of a request, and the tokens that were read before it."""

@@ -66,7 +66,7 @@ class Pace:
     since_look: int = LOOK_EVERY
 
     @property
-    def stake(self) -> float:
+    def allowed_loss(self) -> float:
         """The loss that the next chunk may risk."""
         return ALLOWANCE + SHARE * self.tokens + self.ahead
 
@@ -126,9 +126,9 @@ class Widths:
             for row in accepted:
                 for count in row:
                     self._count(turn.width, count)
-            gained = rounds * tokens / sum(map(len, accepted))
-            pace.ahead += gained - self._paid(turn.width, rounds, seconds)
-            pace.tokens += gained
+            committed = rounds * tokens / sum(map(len, accepted))
+            pace.ahead += committed - self._paid(turn.width, rounds, seconds)
+            pace.tokens += committed
             pace.since_look = 0 if turn.width == self.widths[-1] else pace.since_look + rounds
 
     def expected(self, width: int) -> float:
@@ -141,7 +141,7 @@ class Widths:
         stale = [width for width in self.widths if self._is_stale(width)]
         if stale:
             return Rounds(stale[0], 1)
-        affordable = [width for width in self.widths if self._cost(width) - 1 <= pace.stake]
+        affordable = [width for width in self.widths if self._cost(width) - 1 <= pace.allowed_loss]
         unknown = [width for width in affordable if self._unknown(width)]
         if unknown:
             width, rounds = unknown[0], TRIAL
@@ -151,7 +151,7 @@ class Widths:
         else:
             width, rounds = max(affordable, key=self._speed, default=PLAIN), self._rounds
         lost = self._cost(width) - 1  # a round, if nothing is accepted
-        most = int(pace.stake / lost) if lost > 0 and width != PLAIN else rounds
+        most = int(pace.allowed_loss / lost) if lost > 0 and width != PLAIN else rounds
         return Rounds(width, min(rounds, most, self._rounds))
 
     def _time(self, width: int, rounds: int, seconds: float | None) -> None:

@@ -1,1 +1,1 @@
-"""Grammars for answers: JSON schemas, regular expressions and Lark grammars, token by token."""
+"""Grammars that limit answers: JSON schemas, regular expressions and Lark grammars, over tokens."""

@@ -17,30 +17,30 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 class Grammar:
     """The texts that an answer may be, from `json_schema`, `regex`, `lark` or a ``response_format``.
 
-    Pass it to any call as ``grammar=``: one for all rows, or a list with one or None for each. It holds for
-    the new tokens alone. A row's stop ids are allowed exactly where the text is complete. A text cut by
-    ``max_new_tokens`` is the beginning of an allowed one.
+    Pass a grammar to any call as ``grammar=``: one for all rows, or a list with one or None for each row. It
+    limits the new tokens alone. A row's stop ids are allowed exactly where the text is complete. A text cut
+    by ``max_new_tokens`` is the beginning of an allowed text.
 
     A matcher on the host (llguidance) finds the allowed tokens of each round: one more host read a round,
-    counted in ``stats.grammar_reads``. A regular expression can be a table on the device instead.
+    counted in ``stats.grammar_reads``. For a regular expression a table on the device can replace it.
 
     Attributes:
         vocabulary: the tokenizer's.
         table: next states of the token-level automaton, for a grammar on the device.
     """
 
-    def __init__(self, source: str, tokenizer: Any, said: str, table: TokenTable | None = None):
+    def __init__(self, source: str, tokenizer: Any, shown: str, table: TokenTable | None = None):
         self.vocabulary, self.table = Vocabulary.of(tokenizer), table
-        self._source, self._said = source, said
+        self._source, self._shown = source, shown
         wrong, notes = library("llguidance").LLMatcher.validate_grammar_with_warnings(
             source, self.vocabulary.tokenizer
         )
         if wrong:
-            raise ValueError(f"{said}: llguidance refuses it: {' '.join(notes[0].split())}")
-        self.row((), self.vocabulary.size).check_beginning(said)
+            raise ValueError(f"{shown}: llguidance refuses it: {' '.join(notes[0].split())}")
+        self.row((), self.vocabulary.size).check_beginning(shown)
 
     def __repr__(self) -> str:
-        return self._said
+        return self._shown
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str, tokenizer: Any) -> Grammar:
@@ -49,7 +49,7 @@ class Grammar:
         Keywords unknown to JSON Schema have no effect; known ones that llguidance cannot keep are refused.
 
         Raises:
-            ValueError: no schema, a refused one, or one that no token begins. TypeError: no fast tokenizer.
+            ValueError: no schema, a refused schema, or no token begins a text. TypeError: no fast tokenizer.
             ImportError: llguidance is missing.
         """
         try:
@@ -71,28 +71,28 @@ class Grammar:
             tokenizer: the model's.
             device: put a table of the token-level automaton on the device, without host reads. At most 512
                 states and 16 MiB a row. A table that allows other texts than the matcher is refused: write
-                out what dialects read differently, ``[0-9]`` for a digit.
+                out classes that dialects read differently, as ``[0-9]`` for a digit.
 
         Raises:
-            ValueError: no pattern, one that matches nothing, or one without such a table. TypeError: no fast
+            ValueError: no pattern, a pattern that matches no text, or no such table. TypeError: no fast
                 tokenizer. ImportError: llguidance is missing.
         """
         _check_text("pattern", pattern, "a regular expression")
-        said = f"Grammar.regex({_short(pattern)})"
+        shown = f"Grammar.regex({_short(pattern)})"
         source = library("llguidance").LLMatcher.grammar_from_regex(pattern)
-        plain = cls(source, tokenizer, said)
+        plain = cls(source, tokenizer, shown)
         if not device:
             return plain
         table = token_table(pattern, plain.vocabulary.spelt)
-        check_same(table, source, plain.vocabulary, said)
-        return cls(source, tokenizer, said, table)
+        check_same(table, source, plain.vocabulary, shown)
+        return cls(source, tokenizer, shown, table)
 
     @classmethod
     def lark(cls, text: str, tokenizer: Any) -> Grammar:
         """A context-free grammar in llguidance's form of Lark's syntax (EBNF); the first rule is ``start``.
 
         Raises:
-            ValueError: llguidance refuses it, or no token begins it. TypeError: no fast tokenizer.
+            ValueError: llguidance refuses it, or no token begins an answer. TypeError: no fast tokenizer.
             ImportError: llguidance is missing.
         """
         _check_text("text", text, "a Lark grammar")
@@ -101,10 +101,10 @@ class Grammar:
 
     @classmethod
     def of_response_format(cls, given: Any, tokenizer: Any) -> Grammar | None:
-        """The grammar of an OpenAI ``response_format``; None for text.
+        """The grammar of an OpenAI ``response_format``; None for type "text".
 
         Raises:
-            ValueError: another form, or no ``tokenizer``; also as `json_schema`.
+            ValueError: no such format, or no ``tokenizer``; also as `json_schema`.
         """
         kind = given.get("type") if isinstance(given, dict) else None
         if kind not in RESPONSE_FORMATS:
@@ -144,7 +144,7 @@ def _check_text(name: str, value: Any, kind: str) -> None:
 
 def _short(value: object) -> str:
     try:
-        said = repr(value)
+        text = repr(value)
     except RecursionError:
-        said = f"{type(value).__name__} nested too deeply to be shown"
-    return said if len(said) <= 80 else f"{said[:77]}..."
+        text = f"{type(value).__name__} nested too deeply to be shown"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -23,11 +23,11 @@ class NoTokenLeft(ValueError):
 class MatcherRow:
     """llguidance's matcher for the answer of one row of one request.
 
-    Results depend on the tokens given alone: the matcher keeps its last place and moves back and forth, so
-    calls may come in any number and order.
+    Results depend on the arguments alone: the matcher keeps its last place and moves back and forth, so calls
+    may come in any number and order.
 
     Attributes:
-        handle: the key by which compiled programs call it; lives as long as the request.
+        handle: the key by which compiled programs find the row; valid as long as the request lives.
         reads: host calls of programs with this row.
     """
 
@@ -46,7 +46,7 @@ class MatcherRow:
     def allowed(self, answer: list[int], drafts: list[int], words: int) -> np.ndarray:
         """Bits [1 + drafts, words] of the tokens allowed after ``answer`` and after each draft.
 
-        All are allowed after a draft that is not, which will be cut, and after the end.
+        After a draft that is not allowed, which is cut, and after the end all tokens are allowed.
         """
         rows = np.full((1 + len(drafts), words), ALL)
         with self._lock:
@@ -59,7 +59,7 @@ class MatcherRow:
         return rows
 
     def takes(self, answer: list[int], token: int) -> bool:
-        """Whether ``token`` may follow ``answer``; `allowed` has only one spelling of a forced text."""
+        """Whether ``token`` may follow ``answer``; of a forced text `allowed` has only one spelling."""
         with self._lock:
             return self._go_to(answer) and self._matcher.validate_tokens([token]) == 1
 
@@ -74,15 +74,15 @@ class MatcherRow:
         if not whole:
             raise refused(self._number, answer[place], place)
 
-    def check_beginning(self, said: str) -> None:
+    def check_beginning(self, shown: str) -> None:
         """Raise ``ValueError`` if neither a first token nor the empty text is allowed."""
         bits = self.allowed([], [], self._words_known)[0]
         if self._error or not (bits.any() or self._matcher.is_accepting()):
             why = self._error or "no text of it can be spelt with the tokenizer's ids"
-            raise ValueError(f"{said}: no token may come first: {why}.")
+            raise ValueError(f"{shown}: no token may come first: {why}.")
 
     def _go_to(self, answer: list[int]) -> bool:
-        """Whether the matcher reaches the end of ``answer``; else it stops where the grammar ends."""
+        """Whether the matcher reaches the end of ``answer``; else it stops before the first refused token."""
         taken = self._taken
         common = len(taken)
         if answer[:common] != taken:
@@ -94,7 +94,7 @@ class MatcherRow:
         return self._take(answer[common:])
 
     def _take(self, tokens: list[int]) -> bool:
-        # A drafted id beyond the tokenizer's (a padded vocabulary) would end the matcher.
+        # A drafted id past the tokenizer's ids (a padded vocabulary) would end the matcher.
         ends = (at for at, token in enumerate(tokens) if token in self._ends or token >= self._size)
         known = next(ends, len(tokens))
         count = self._matcher.try_consume_tokens(tokens[:known])
@@ -126,10 +126,10 @@ def allowed_bits(
 
     Args:
         tokens: [B, S] the rows' texts. length: [B, M] tokens before each row of the block.
-        handles: [B] of `MatcherRow`; -1: all tokens are allowed. starts: [B] lengths of the prompts.
+        handles: [B] keys of `MatcherRow`; -1: all tokens are allowed. starts: [B] lengths of the prompts.
 
     Raises:
-        RuntimeError: a row's request is gone.
+        RuntimeError: the request of a row has ended.
     """
     bits, counted = np.full((*length.shape, words), ALL), set()
     for at, handle in enumerate(handles.tolist()):
@@ -141,14 +141,14 @@ def allowed_bits(
         row.reads += handle not in counted
         counted.add(handle)
         begin, first, last = int(starts[at]), int(length[at, 0]), int(length[at, -1])
-        if first >= begin:  # else within the prompt, where no token is picked
+        if first >= begin:  # within the prompt no token is picked
             answer, drafts = tokens[at, begin:first].tolist(), tokens[at, first:last].tolist()
             bits[at] = row.allowed(answer, drafts, words)
     return bits
 
 
 def refused(row: int, token: int, place: int) -> NoTokenLeft:
-    """The error for a token outside of the grammar: no allowed one was left to pick."""
+    """The error for a token that the grammar does not allow: no allowed token was left to pick."""
     return NoTokenLeft(
         f"row {row}: token {token}, new token {place}, is not one that its grammar allows: none was left. "
         "Other options (suppress_tokens, bad_words_ids, min_new_tokens, forced ids, your own processors) "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 _LAST = 0x10FFFF
 _CHARACTERS = ((0, 0xD7FF), (0xE000, _LAST))
-"""All characters of texts, without surrogates."""
+"""All characters that a text can have: no surrogates."""
 _CONTROLS = {"a": 7, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 _NUMBERED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}")
 # Of the flags only i and s can be on, so switching the others off changes nothing.
@@ -22,7 +22,7 @@ _MOST_FOLDED = 1000
 
 
 class Chars(NamedTuple):
-    """One character within ``ranges``, which are sorted and apart."""
+    """One character of ``ranges``, which are sorted and do not touch."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -40,7 +40,7 @@ class Either(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A part, ``least`` to ``most`` times; None: any number of times."""
+    """A part, ``least`` to ``most`` times; ``most`` None: no limit."""
 
     part: Node
     least: int
@@ -51,14 +51,14 @@ Node = Chars | Join | Either | Repeat
 
 
 class Unread(ValueError):
-    """A part of the pattern that this reader does not know; the message names it and its place."""
+    """A part of the pattern that this reader does not know; the message names the part and its place."""
 
 
 def read_pattern(text: str) -> Node:
     """The tree of a pattern.
 
     Raises:
-        Unread: no regular expression, or a part that dialects read differently.
+        Unread: not a regular expression, or a part that dialects read differently.
         RecursionError: groups are nested too deeply.
     """
     reader = _Reader(text)
@@ -73,7 +73,7 @@ class _Reader:
         self.text, self.at = text, 0
 
     def unread(self, start: int, hint: str = "") -> Unread:
-        """The error for the text from ``start`` to here."""
+        """The error for the text from ``start`` to the current place."""
         what = self.text[start : self.at]
         return Unread(f"{what!r} at character {start + 1} is not read here{hint}")
 
@@ -107,7 +107,7 @@ class _Reader:
             start, group = self.at, self.match(_GROUP)
             within = (flags | {*(group[1] or "")}) - {*(group[2] or "")} if group else flags
             if group and group[3] == ")":
-                flags = within  # up to the end of this group
+                flags = within  # they hold up to the end of this group
                 continue
             if not group and self.match(_OTHER_GROUP):
                 raise self.unread(start)
@@ -137,7 +137,7 @@ class _Reader:
         return Chars(_sorted(self.in_any_case([(code, code)], flags, start)))
 
     def escape(self) -> int:
-        """The character of an escape, after its backslash."""
+        """The character of an escape whose backslash was read."""
         start = self.at - 1
         if found := self.match(_NUMBERED):
             code = int(next(filter(None, found.groups())), 16)
@@ -157,7 +157,7 @@ class _Reader:
         return ord(letter)
 
     def set(self, flags: frozenset[str]) -> Chars:
-        """A class, after its bracket."""
+        """A class of characters whose opening bracket was read."""
         begin = self.at - 1
         without, found = self.take("^"), []
         while not found or not self.take("]"):
@@ -184,7 +184,7 @@ class _Reader:
     def in_any_case(
         self, ranges: list[tuple[int, int]], flags: frozenset[str], start: int
     ) -> list[tuple[int, int]]:
-        """``ranges`` and, with flag i, their characters' other case; ``start`` is for messages."""
+        """``ranges``, and with the flag i their characters in the other case; ``start`` is for messages."""
         if "i" not in flags:
             return ranges
         if sum(high - low for low, high in ranges) > _MOST_FOLDED:
@@ -203,12 +203,12 @@ def _repeated(part: Node, repeat: re.Match[str]) -> Node:
 
 
 def _sorted(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same characters, in sorted ranges that do not touch."""
+    """The characters of ``ranges``, in sorted ranges that do not touch."""
     return _others(_others(ranges))
 
 
 def _others(ranges: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """The characters of no range, in sorted ranges that do not touch."""
+    """The characters in none of ``ranges``, in sorted ranges that do not touch."""
     found, begin = [], 0
     for low, high in sorted([*ranges, (0xD800, 0xDFFF), (_LAST + 1, _LAST + 1)]):
         if begin < low:

@@ -10,7 +10,7 @@ import numpy as np
 from torch_dflash.grammars.pattern import Chars, Either, Join, Node, Repeat, read_pattern
 
 DEAD, FIRST = 0, 1
-"""States: after a byte that is not allowed; before the first byte."""
+"""The state after a byte that is not allowed, and the state before the first byte."""
 MOST_EDGES = 1 << 16
 """Most edges of the nondeterministic automaton: a few MB."""
 MOST_STEPS = 1 << 21
@@ -25,27 +25,27 @@ def byte_automaton(pattern: str, most: int) -> tuple[np.ndarray, np.ndarray]:
     """(next states int16 [states, 256], whether a text may end in each); `DEAD` and `FIRST` come first.
 
     Raises:
-        ValueError: a pattern that is not read here, or one of more than ``most`` states.
+        ValueError: the pattern is not read here, or has ``most`` states or more.
     """
-    said = f"Grammar.regex({pattern!r}, device=True)"
+    shown = f"Grammar.regex({pattern!r}, device=True)"
     try:
         tree = read_pattern(pattern)
         return _Sets(_Edges(tree)).listed(most)
     except ValueError as error:
-        raise ValueError(f"{said}: {error}; pass device=False.") from None
+        raise ValueError(f"{shown}: {error}; pass device=False.") from None
     except RecursionError:
-        raise ValueError(f"{said}: its groups are nested too deeply; pass device=False.") from None
+        raise ValueError(f"{shown}: its groups are nested too deeply; pass device=False.") from None
     except _TooLarge:
         why = f"it has {most} states of bytes or more, or would take too long to build"
-        raise ValueError(f"{said}: {why}; pass device=False, or a simpler pattern.") from None
+        raise ValueError(f"{shown}: {why}; pass device=False, or a simpler pattern.") from None
 
 
 class _Edges:
     """A nondeterministic automaton, built from the end of a pattern to its beginning.
 
     Attributes:
-        reads: of each state, bytes and the next state: (low, high, state).
-        skips: of each state, states reached without a byte.
+        reads: edges of each state: (first byte, last byte, next state).
+        skips: the next states of each state without a byte.
         first, last: the states before and after a text.
     """
 
@@ -66,7 +66,7 @@ class _Edges:
         return len(self.reads) - 1
 
     def _reading(self, reads: tuple[tuple[int, int, int], ...]) -> int:
-        """The state with the edges ``reads``, shared by equal ends of words and characters."""
+        """The state with the edges ``reads``; parts of the pattern with equal ends share their states."""
         if reads not in self._known:
             self._known[reads] = self._state(reads)
         return self._known[reads]
@@ -120,7 +120,7 @@ class _Sets:
         self._steps = 0
 
     def listed(self, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `byte_automaton`; `_TooLarge` for more than ``most`` states, or too much work."""
+        """The result of `byte_automaton`; raises `_TooLarge` for ``most`` states, or too many steps."""
         numbers: dict[tuple[int, ...], int] = {}
         waiting: list[tuple[int, ...]] = []
         known: dict[frozenset[int], int] = {}
@@ -136,7 +136,7 @@ class _Sets:
 
         number(frozenset([self._edges.first]))
         rows = [np.zeros(256, np.int16)]
-        for found in waiting:  # which grows
+        for found in waiting:  # the loop appends to it
             row = np.zeros(256, np.int16)
             for low, high, states in self._after(found):
                 row[low:high] = number(states)
@@ -147,9 +147,9 @@ class _Sets:
         return np.stack(rows), np.array([False, *ends])
 
     def _with_skips(self, states: frozenset[int]) -> tuple[int, ...]:
-        """The states that read a byte or end a text, among ``states`` and their skips."""
+        """The states that read a byte or end a text, among ``states`` and those that their skips reach."""
         seen, waiting = set(states), list(states)
-        for state in waiting:  # which grows
+        for state in waiting:  # the loop appends to it
             more = [one for one in self._edges.skips[state] if one not in seen]
             seen.update(more)
             waiting += more
@@ -157,7 +157,7 @@ class _Sets:
         return tuple(sorted(one for one in seen if self._edges.reads[one] or one == self._edges.last))
 
     def _after(self, found: tuple[int, ...]) -> Iterator[tuple[int, int, frozenset[int]]]:
-        """(First byte, last byte + 1, next states of these bytes)."""
+        """Yield (first byte, last byte + 1, next states) for each range of bytes with equal next states."""
         edges = [edge for state in found for edge in self._edges.reads[state]]
         bounds = sorted({bound for low, high, _ in edges for bound in (low, high + 1)})
         lead: list[set[int]] = [set() for _ in bounds]
@@ -177,7 +177,7 @@ class _Sets:
 
 
 def _written(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
-    """The characters from ``low`` to ``high`` in UTF-8: bounds of the first byte, the second and so on."""
+    """Yield the characters from ``low`` to ``high`` as ranges of UTF-8: bounds of each byte in order."""
     for last in (0x7F, 0x7FF, 0xFFFF):
         if low <= last < high:
             yield from _written(low, last)

@@ -22,9 +22,9 @@ class TokenTable:
 
     Attributes:
         following: int32 [states, classes]; `DEAD` where a token of the class may not follow.
-        class_of: int32 [V], of each token of the tokenizer; class 0 may never follow.
+        class_of: int32 [V], the class of each token of the tokenizer; tokens of class 0 never follow.
         accepts: bool [states], whether the text is complete.
-        allowed: bits [states, words] of the allowed tokens; all in `DEAD`, where picks are cut.
+        allowed: bits [states, words] of the allowed tokens; in `DEAD`, whose picks are cut, all tokens.
     """
 
     following: np.ndarray
@@ -42,7 +42,7 @@ class TableRow:
         self.table, self._stops, self._number = table, frozenset(stop_ids), number
 
     def arrays(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(``following``, ``class_of`` for ``vocab_size`` ids, ``allowed`` for them, with the stop ids)."""
+        """(``following``, ``class_of`` and ``allowed`` for ``vocab_size`` ids, with the stop ids)."""
         table, classes = self.table, np.zeros(vocab_size, np.int32)
         classes[: len(table.class_of)] = table.class_of
         classes[list(self._stops)] = 0
@@ -67,25 +67,25 @@ class TableRow:
                 raise refused(self._number, token, place)
             state = following
 
-    def check_beginning(self, said: str) -> None:
+    def check_beginning(self, shown: str) -> None:
         """Raise ``ValueError`` if no token may come first and the empty text is not allowed."""
         if not (self.table.following[FIRST].any() or self.table.accepts[FIRST]):
-            raise ValueError(f"{said}: no token may come first: the tokenizer's ids spell no text of it.")
+            raise ValueError(f"{shown}: no token may come first: the tokenizer's ids spell no text of it.")
 
 
 def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     """The automaton of ``pattern`` (Rust's regex syntax) over tokens with the bytes ``spelt``; b"": no text.
 
     Raises:
-        ValueError: a pattern that is not read here, or too large tables.
+        ValueError: the pattern is not read here, or its tables are too large.
     """
     step, accepts = byte_automaton(pattern, MOST_STATES)
     letters, letter_of = np.unique(
         step, axis=1, return_inverse=True
     )  # classes of bytes with equal next states
-    alike = bytes(letter_of.reshape(-1).tolist())
+    letter_codes = bytes(letter_of.reshape(-1).tolist())
     never = bytes(np.flatnonzero((step == DEAD).all(axis=0)).tolist())
-    texts = [text.translate(alike, never) for text in spelt]
+    texts = [text.translate(letter_codes, never) for text in spelt]
     texts = [b"" if len(text) < len(given) else text for text, given in zip(texts, spelt, strict=True)]
     words = {text: at for at, text in enumerate(dict.fromkeys(texts))}
     columns = np.ascontiguousarray(_walk(letters, list(words)).T)  # [words, states]
@@ -97,7 +97,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     following = columns[first[order]].T.astype(np.int32)
     class_of = np.argsort(order)[class_of[1:]].astype(np.int32)[[words[text] for text in texts]]
     alive = accepts.copy()
-    while True:  # states from which the end can be spelt
+    while True:  # find the states from which tokens can spell an end
         more = alive | (alive[following] & (following != DEAD)).any(axis=1)
         if (more == alive).all():
             break
@@ -109,7 +109,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     return TokenTable(following, class_of, accepts, allowed)
 
 
-def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str) -> None:
+def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, shown: str) -> None:
     """Raise ``ValueError`` unless each state of ``table`` allows the tokens of ``source``'s matcher.
 
     A state is compared after the first text that leads to it.
@@ -120,13 +120,13 @@ def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str
     example = {kind: token for token, kind in enumerate(class_of.tolist())}
     texts: dict[int, list[int]] = {FIRST: []}
     waiting = [FIRST]
-    for state in waiting:  # which grows
+    for state in waiting:  # the loop appends to it
         theirs = matched.allowed(texts[state], [], allowed.shape[1])[0]
         further = np.flatnonzero(np.unpackbits((allowed[state] & ~theirs).view(np.uint8), bitorder="little"))
         taken = (token not in ends and matched.takes(texts[state], token) for token in further.tolist())
         if (theirs & ~allowed[state]).any() or not all(taken):
             raise ValueError(
-                f"{said}: after ids {texts[state]} the table and llguidance read it differently; write it "
+                f"{shown}: after ids {texts[state]} the table and llguidance read it differently; write it "
                 "out ([0-9] for a digit, [a-z] for a letter), or pass device=False."
             )
         for kind, to in enumerate(table.following[state].tolist()):

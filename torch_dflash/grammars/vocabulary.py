@@ -15,7 +15,7 @@ _known: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
 
 
 def library(name: str) -> Any:
-    """An optional library for grammars.
+    """The optional library ``name``, which grammars need.
 
     Raises:
         ImportError: the library is not installed; the message says how to install it.
@@ -27,11 +27,11 @@ def library(name: str) -> Any:
 
 
 class Vocabulary:
-    """The ids of a fast ``tokenizer``; `of` makes one for each, which takes a second.
+    """The ids of a fast ``tokenizer``; `of` caches one for each tokenizer, for making it takes a second.
 
     Attributes:
         tokenizer: llguidance's.
-        size: number of ids. eos: llguidance's end ids; here a row's stop ids end a text.
+        size: number of ids. eos: llguidance's end ids; in this package a row's stop ids end a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -55,7 +55,7 @@ class Vocabulary:
             fix = "a grammar needs the model's fast tokenizer (transformers' PreTrainedTokenizerFast)"
             raise TypeError(f"tokenizer={type(tokenizer).__name__}: {fix}.")
         found = _known.get(tokenizer)
-        if found is None or found.size < len(tokenizer):  # tokens were added
+        if found is None or found.size < len(tokenizer):  # a user added tokens
             found = _known[tokenizer] = cls(tokenizer)
         return found
 
@@ -67,11 +67,11 @@ class Vocabulary:
 
 
 ALL = np.int32(-1)
-"""A set of 32 ids, all of them."""
+"""The bits of 32 ids, all set."""
 
 
 def words_of(vocab_size: int) -> int:
-    """The number of int32 for a set of ``vocab_size`` ids."""
+    """The number of int32 whose bits are a set of ``vocab_size`` ids."""
     return -(-vocab_size // 32)
 
 

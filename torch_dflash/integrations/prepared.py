@@ -68,13 +68,13 @@ def _read_rules(items: list[Any], call: TransformersCall) -> dict[str, Any]:
     Raises:
         ValueError: one is set up as no option could, stands twice, or in an order that changes what it does.
     """
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     done: list[Any] = []
     for item in items:
         option, twin, name = _RULES[type(item)].name, _twin(item), type(item).__name__
         if not twin.holds(item, call):
             raise ValueError(f"logits_processor holds {name} {twin.otherwise.format(option)}")
-        if option in asked:
+        if option in options:
             raise ValueError(f"logits_processor holds {name} twice; pass one of it.")
         for earlier in done:
             if _ORDER.index(type(earlier)) > _ORDER.index(type(item)) and not _commute(earlier, item):
@@ -82,13 +82,14 @@ def _read_rules(items: list[Any], call: TransformersCall) -> dict[str, Any]:
                     f"logits_processor holds {type(earlier).__name__} before {name}; block decoding applies "
                     f"them in transformers' order: pass {option} as an option."
                 )
-        asked |= {option: twin.value(item, call)}
+        options |= {option: twin.value(item, call)}
         done.append(item)
-    if "min_length" not in asked:
-        return asked
+    if "min_length" not in options:
+        return options
     # Both apply, and as options the one would replace the other.
-    least = max(asked["min_length"] - call.width, asked.get("min_new_tokens", 0), 0)
-    return {name: value for name, value in asked.items() if name != "min_length"} | {"min_new_tokens": least}
+    least = max(options["min_length"] - call.width, options.get("min_new_tokens", 0), 0)
+    others = {name: value for name, value in options.items() if name != "min_length"}
+    return others | {"min_new_tokens": least}
 
 
 def _commute(earlier: Any, item: Any) -> bool:
@@ -102,7 +103,7 @@ def _commute(earlier: Any, item: Any) -> bool:
 
 
 def _read_warpers(warpers: list[Any], call: TransformersCall) -> dict[str, Any]:
-    asked: dict[str, Any] = dict(OF_SAMPLES)
+    options: dict[str, Any] = dict(OF_SAMPLES)
     seen: list[tuple[str, str]] = []
     for item in warpers:
         name, twin = _WARPERS[type(item)].name, _twin(item)
@@ -117,13 +118,13 @@ def _read_warpers(warpers: list[Any], call: TransformersCall) -> dict[str, Any]:
                     "as an option."
                 )
         seen.append((name, shown))
-        known = asked[name]
+        known = options[name]
         if name == "temperature":
             value = known * value
         elif name == "top_k":
             value = min(known or value, value)
-        asked |= {name: max(known, value) if name == "min_p" else value}
-    return asked
+        options |= {name: max(known, value) if name == "min_p" else value}
+    return options
 
 
 def check_scores(processors: Iterable[Any], config: Any) -> None:

@@ -53,13 +53,13 @@ def spec_generate(
     Source: dflash 0.1.0, ``DFlashDraftModel.spec_generate``.
     """
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "eos_token_id": stop_token_ids,
         "attention_mask": torch.ones_like(input_ids) if isinstance(input_ids, Tensor) else None,
         "do_sample": temperature != 0,
     }
-    call = _UNASKED | sampling | asked | options
+    call = _UNASKED | sampling | arguments | options
     return generate(target, drafter, input_ids, **call)
 
 

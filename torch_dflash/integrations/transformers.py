@@ -28,7 +28,7 @@ from torch_dflash.requests.aliases import meant
 from torch_dflash.requests.arguments import is_cache
 from torch_dflash.requests.logprobs import OF_LOGITS
 from torch_dflash.requests.options import OF_A_CALL, EngineOptions
-from torch_dflash.requests.read import room_below
+from torch_dflash.requests.read import new_tokens_below
 from torch_dflash.requests.refusals import refuse_unsupported
 from torch_dflash.requests.row_values import stop_ids
 
@@ -114,12 +114,12 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             return_dict_in_generate=bool(config.return_dict_in_generate),
             generation_config=_without_rules(config) if logits_processor is not None else config,
             num_return_sequences=1,  # transformers has repeated the rows already
-            **_asked(config, logits_processor, stopping_criteria, input_ids, padding),
+            **_prepared_options(config, logits_processor, stopping_criteria, input_ids, padding),
             **(kept | {"attention_mask": mask} | bound),
         )
 
 
-def _asked(
+def _prepared_options(
     config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor, padding: tuple[int, ...]
 ) -> dict[str, Any]:
     """The arguments that transformers' prepared lists stand for; without lists, the config's own."""
@@ -148,7 +148,7 @@ def _asked(
     if pad is None and config.eos_token_id is not None:  # as transformers, whatever a criterion adds
         pad = next((int(ids[0]) for ids in stop_ids(config.eos_token_id, rows) if ids), None)
     return {
-        "max_new_tokens": room_below(length, width),
+        "max_new_tokens": new_tokens_below(length, width),
         "eos_token_id": eos,
         "pad_token_id": pad,
         # To transformers an unset do_sample is greedy by now, whatever the sampling options say.

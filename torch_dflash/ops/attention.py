@@ -133,9 +133,9 @@ def with_rows(inputs: AttentionInputs, key: Tensor, value: Tensor, seen: int) ->
     own = inside & ((row >= 0) & (row < rows))[:, None, None]
 
     def put(held: Tensor, fresh: Tensor) -> Tensor:
-        room = held.new_zeros(*held.shape[:2], seen, held.shape[3])
-        room[:, :, : held.shape[2]] = held[:, :, :seen]
-        return write_rows(room, fresh, start, dim=2)
+        extended = held.new_zeros(*held.shape[:2], seen, held.shape[3])
+        extended[:, :, : held.shape[2]] = held[:, :, :seen]
+        return write_rows(extended, fresh, start, dim=2)
 
     return KeyValue(put(key, inputs.key), put(value, inputs.value), before | own)
 

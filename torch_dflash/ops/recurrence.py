@@ -78,14 +78,14 @@ class _Solved(NamedTuple):
     inverse: Tensor | None
     weights: Tensor
     wanted: Tensor
-    asked: Tensor | None
+    erase_key: Tensor | None
     reads: Tensor
     key: Tensor
     total: Tensor
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The rows' outputs and updates from ``state``."""
-        update = self.wanted if self.asked is None else self.wanted - self.asked @ state
+        update = self.wanted if self.erase_key is None else self.wanted - self.erase_key @ state
         update = update if self.inverse is None else self.inverse @ update
         return self.reads @ state + self.weights @ update, update
 
@@ -172,13 +172,13 @@ def _solve(rows: ScanRows, seen: Tensor | None) -> _Solved:
         left = torch.where(seen[..., None], gaps, -torch.inf).exp() * key[..., None, :, :]
         products = [(one[..., :, None, :] * left).sum(dim=-1) for one in compared]
     weights, since = torch.where(seen, products[0], 0.0), total.exp()
-    inverse, wanted, asked = None, value, None
+    inverse, wanted, erase_key = None, value, None
     if beta is not None:
-        wanted, asked = value * beta[..., None], key * since * beta[..., None]
+        wanted, erase_key = value * beta[..., None], key * since * beta[..., None]
         if height > 1:
             before = seen & (row != row[:, None])
             inverse = _inverse(torch.where(before, products[1] * beta[..., None], 0.0))
-    return _Solved(inverse, weights, wanted, asked, query * since, key, total)
+    return _Solved(inverse, weights, wanted, erase_key, query * since, key, total)
 
 
 def _added(state: Tensor, key: Tensor, update: Tensor) -> Tensor:

@@ -65,10 +65,10 @@ def lines(above: Int[Tensor, "B M"], deepest: int) -> Bool[Tensor, "B M M"]:
     ``above`` is a row's number; -1: none.
     """
     row = torch.arange(above.shape[1], device=above.device, dtype=torch.int32)
-    reached = ((row == above[..., None]) | (row == row[:, None])).to(torch.float32)
+    reachable = ((row == above[..., None]) | (row == row[:, None])).to(torch.float32)
     for _ in range(deepest.bit_length()):  # each product doubles the steps
-        reached = (reached @ reached > 0).to(torch.float32)
-    return reached > 0
+        reachable = (reachable @ reachable > 0).to(torch.float32)
+    return reachable > 0
 
 
 def rows_at(start: Int[Tensor, " B"], count: int, tree: Tree | None) -> Int[Tensor, "B count"]:

@@ -36,7 +36,7 @@ class HostProcessor(Forgetful):
     def __post_init__(self):
         check_callable(self)
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Int[Tensor, " B"]:
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> Int[Tensor, " B"]:
         return column(starts, 0, torch.int32)
 
     def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class BlockProcessor(Forgetful):
     def __post_init__(self):
         check_callable(self)
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> tuple:
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> tuple:
         return ()
 
     def __call__(self, memory: tuple, text: Text, logits: Tensor) -> Tensor:

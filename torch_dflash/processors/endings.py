@@ -65,17 +65,17 @@ class ForcedTokens(Forgetful):
     )
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
         rows = [_forced(given, batch, row) for row in range(len(batch.max_new_tokens))]
         return [(cls(power_of_two(max(map(len, rows)), 4)), [pairs or None for pairs in rows])]
 
     def covers(self, other: Any) -> bool:
         return isinstance(other, ForcedTokens) and other.entries <= self.entries
 
-    def values(self, asked: Sequence[list[tuple[int, int]] | None], starts: Sequence[int]) -> Forced:
+    def values(self, requested: Sequence[list[tuple[int, int]] | None], starts: Sequence[int]) -> Forced:
         pairs = [
             [(token, start + number) for token, number in row or ()]
-            for row, start in zip(asked, starts, strict=True)
+            for row, start in zip(requested, starts, strict=True)
         ]
         return Forced(
             *(_padded([[pair[of] for pair in row] for row in pairs], self.entries) for of in (0, 1))
@@ -112,7 +112,7 @@ class LengthDecay(Forgetful):
     )
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
         decay = check_decay(given.get("exponential_decay_length_penalty"))
         stops = [[one for one in dict.fromkeys(row) if one < batch.vocab_size] for row in batch.stop_ids]
         rule = cls(power_of_two(max(map(len, stops)), 8))
@@ -121,8 +121,8 @@ class LengthDecay(Forgetful):
     def covers(self, other: Any) -> bool:
         return isinstance(other, LengthDecay) and other.entries <= self.entries
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Growth:
-        rows = [row or (0, 1.0, ()) for row in asked]
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> Growth:
+        rows = [row or (0, 1.0, ()) for row in requested]
         start = [begin + row[0] for row, begin in zip(rows, starts, strict=True)]
         ids = _padded([row[2] for row in rows], self.entries)
         return Growth(column(start, 0, torch.int32), column([row[1] for row in rows], 1.0), ids)

@@ -34,11 +34,11 @@ class GrammarMatcher(Forgetful):
     options = (Option("grammar", None, per_row=True, ours=True),)
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
-        return _asked(given.get("grammar"), batch)
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        return _read_grammars(given.get("grammar"), batch)
 
-    def values(self, asked: Sequence[MatcherRow | None], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        handles = [None if one is None else one.handle for one in asked]
+    def values(self, requested: Sequence[MatcherRow | None], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        handles = [None if one is None else one.handle for one in requested]
         return column(handles, -1, torch.int32), column(starts, 0, torch.int32)
 
     def __call__(self, memory: tuple[Tensor, Tensor], text: Text, logits: Tensor) -> Tensor:
@@ -75,16 +75,16 @@ class GrammarTable(Forgetful):
         fits = type(other) is type(self) and other.vocab_size == self.vocab_size
         return fits and other.states <= self.states and other.classes <= self.classes
 
-    def values(self, asked: Sequence[TableRow | None], starts: Sequence[int]) -> Automaton:
-        following = np.zeros((len(asked), self.states, self.classes), np.int32)
-        class_of = np.zeros((len(asked), self.vocab_size), np.int32)
-        allowed = np.full((len(asked), self.states, words_of(self.vocab_size)), ALL)
-        for at, row in enumerate(asked):
+    def values(self, requested: Sequence[TableRow | None], starts: Sequence[int]) -> Automaton:
+        following = np.zeros((len(requested), self.states, self.classes), np.int32)
+        class_of = np.zeros((len(requested), self.vocab_size), np.int32)
+        allowed = np.full((len(requested), self.states, words_of(self.vocab_size)), ALL)
+        for at, row in enumerate(requested):
             if row is not None:
                 next_states, class_of[at], bits = row.arrays(self.vocab_size)
                 following[at, : next_states.shape[0], : next_states.shape[1]] = next_states
                 allowed[at, : len(bits)] = bits
-        first = [None if row is None else FIRST for row in asked]
+        first = [None if row is None else FIRST for row in requested]
         return Automaton(
             column(first, DEAD, torch.int32), *map(torch.from_numpy, (following, class_of, allowed))
         )
@@ -139,7 +139,7 @@ def only(bits: Int[Tensor, "B M words"], logits: Float[Tensor, "B M V"]) -> Floa
 RowGrammar = MatcherRow | TableRow
 
 
-def _asked(given: Any, batch: Batch) -> list[tuple[Any, list[RowGrammar | None]]]:
+def _read_grammars(given: Any, batch: Batch) -> list[tuple[Any, list[RowGrammar | None]]]:
     """The processors that rows' grammars need: those matched on the host, and those that are tables.
 
     Raises:

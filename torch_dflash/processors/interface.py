@@ -51,7 +51,7 @@ class Processor(Hashable, Protocol):
         """Whether this rule, compiled in, can do all that ``other`` is asked for."""
         ...
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Any:
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> Any:
         """The rows' values (None: nothing) as tensors; ``starts`` are the lengths of their prompts."""
         ...
 
@@ -80,7 +80,7 @@ class Forgetful:
     """Options of a call that this rule stands for; a user's own rule has none."""
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
         """Processors for the options ``given``, and what each row asks of them; here one number a row.
 
         Raises:
@@ -108,9 +108,9 @@ def check_callable(processor: Any) -> None:
         raise TypeError(f"{given}: its function must be one that can be called.")
 
 
-def column(asked: Sequence[Any], unset: float | int, dtype: torch.dtype = torch.float32) -> Tensor:
+def column(requested: Sequence[Any], unset: float | int, dtype: torch.dtype = torch.float32) -> Tensor:
     """One number of each row, ``unset`` where a row asks for nothing."""
-    return torch.tensor([unset if value is None else value for value in asked], dtype=dtype, device="cpu")
+    return torch.tensor([unset if value is None else value for value in requested], dtype=dtype, device="cpu")
 
 
 def process(

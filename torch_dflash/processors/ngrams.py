@@ -40,7 +40,7 @@ class NoRepeatNgram(Forgetful):
     )
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
         # Longer n-grams than the text, and a block behind its limit, do not occur twice.
         longest = [batch.width + new + MOST_BEHIND for new in batch.max_new_tokens]
         sizes = [
@@ -52,8 +52,8 @@ class NoRepeatNgram(Forgetful):
     def covers(self, other: Any) -> bool:
         return isinstance(other, NoRepeatNgram) and other.longest <= self.longest
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
-        return column(asked, 0, torch.int32)
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> Tensor:
+        return column(requested, 0, torch.int32)
 
     def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
         tokens, size = text.tokens, memory[:, None, None]

@@ -63,8 +63,8 @@ class RepetitionPenalty(Forgetful):
         ),
     )
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
-        return column(asked, 1.0)
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> Tensor:
+        return column(requested, 1.0)
 
     def start(self, values: Tensor, vocab_size: int) -> Seen:
         shape = (len(values), vocab_size + 1)
@@ -96,12 +96,12 @@ class OccurrencePenalty(Forgetful):
     )
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
         pairs = zip(*(option.numbers(given, batch) for option in cls.options), strict=True)
         return [(cls(), [(a or 0.0, b or 0.0) if a or b else None for a, b in pairs])]
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        pairs = [value or (0.0, 0.0) for value in asked]
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        pairs = [value or (0.0, 0.0) for value in requested]
         return column([pair[0] for pair in pairs], 0.0), column([pair[1] for pair in pairs], 0.0)
 
     def start(self, values: tuple[Tensor, Tensor], vocab_size: int) -> Counts:

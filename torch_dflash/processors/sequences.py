@@ -71,7 +71,7 @@ class SequenceBias(Forgetful):
     )
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
         biases = check_sequences("sequence_bias", given.get("sequence_bias"), batch.vocab_size)
         entries = [Entry(ids, bias) for ids, bias in biases]
         return [(cls._of_size([entries]), [entries or None] * len(batch.max_new_tokens))]
@@ -85,12 +85,12 @@ class SequenceBias(Forgetful):
     def covers(self, other: Any) -> bool:
         return type(other) is type(self) and other.entries <= self.entries and other.prefix <= self.prefix
 
-    def values(self, asked: Sequence[list[Entry] | None], starts: Sequence[int]) -> Table:
-        rows, ints = len(asked), {"dtype": torch.int32, "device": "cpu"}
+    def values(self, requested: Sequence[list[Entry] | None], starts: Sequence[int]) -> Table:
+        rows, ints = len(requested), {"dtype": torch.int32, "device": "cpu"}
         prefix = torch.full((rows, self.entries, self.prefix), -1, **ints)
         token, first, last = (torch.zeros(rows, self.entries, **ints) for _ in range(3))
         bias = torch.zeros(rows, self.entries, device="cpu")
-        for row, (entries, start) in enumerate(zip(asked, starts, strict=True)):
+        for row, (entries, start) in enumerate(zip(requested, starts, strict=True)):
             for at, entry in enumerate(entries or ()):
                 *before, token[row, at] = entry.ids
                 prefix[row, at, self.prefix - len(before) :] = torch.tensor(before, **ints)
@@ -173,7 +173,7 @@ class Bans(SequenceBias):
     )
 
     @classmethod
-    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+    def read_options(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
         least = next(one for one in cls.options if one.name == "min_new_tokens").numbers(given, batch)
         check_counts(least=0, min_length=given.get("min_length"))
         bans = [_bans(given, least[row], batch, row) for row in range(len(batch.max_new_tokens))]

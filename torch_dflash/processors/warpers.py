@@ -22,8 +22,8 @@ class _Warper(Forgetful):
 
     scaled, reads_text = True, False
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
-        return column(asked, self.options[0].off)
+    def values(self, requested: Sequence[Any], starts: Sequence[int]) -> Tensor:
+        return column(requested, self.options[0].off)
 
 
 def _option(name: str, kind: type, read: str, after: tuple[str, ...] = FIRST) -> Option:

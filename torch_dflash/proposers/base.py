@@ -104,13 +104,13 @@ class Proposer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__}: write propose.")
 
     def draft(
-        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: DraftRequest
+        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, request: DraftRequest
     ) -> tuple[Draft, Any]:
-        """`propose` with the round's request ``asked``; rounds call this method."""
+        """`propose` with the ``request`` of a round; rounds call this method."""
         return self.propose(pstate, anchor, length, embed, head)
 
     def nodes(
-        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: DraftRequest
+        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, request: DraftRequest
     ) -> tuple[Nodes, Any]:
         """`draft` as scored nodes for a tree; by default siblings are equally likely.
 
@@ -118,7 +118,7 @@ class Proposer(nn.Module):
             `torch_dflash.Nodes`: tokens and parent int32 [B, C], score float32 [B, C], with the same C in
             every round; and the state. A node's parent has a lower number and no lower score.
         """
-        draft, pstate = drafted_by(self, self.draft(pstate, anchor, length, embed, head, asked))
+        draft, pstate = drafted_by(self, self.draft(pstate, anchor, length, embed, head, request))
         return unscored(draft, self.deepest), pstate
 
     @property

@@ -94,11 +94,11 @@ class NGramProposer(Proposer):
         valid = torch.where(found.matched > 0, self.width - 1, 0)
         return Draft(found.tokens, valid.to(torch.int32)), pstate
 
-    def nodes(self, pstate, anchor, length, embed, head, asked) -> tuple[Nodes, NGramState]:
+    def nodes(self, pstate, anchor, length, embed, head, request) -> tuple[Nodes, NGramState]:
         found, pstate = self.look_up(pstate, anchor, length)
         first = torch.tensor(LIKELY, device=length.device).log()
         first = first.gather(0, found.matched.clamp(max=len(LIKELY) - 1).long())[:, None]
-        tokens = found.tokens[:, : asked.rows - 1]
+        tokens = found.tokens[:, : request.rows - 1]
         node = torch.arange(tokens.shape[1], device=length.device, dtype=torch.int32)
         return Nodes(tokens, (node - 1).expand(tokens.shape), first + node * math.log(LATER)), pstate
 

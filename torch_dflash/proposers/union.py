@@ -38,16 +38,18 @@ class UnionProposer(Several):
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
         return self._draft(pstate, anchor, length, embed, head, None)
 
-    def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
-        return self._draft(pstate, anchor, length, embed, head, asked)
+    def draft(self, pstate, anchor, length, embed, head, request) -> tuple[Draft, States]:
+        return self._draft(pstate, anchor, length, embed, head, request)
 
-    def _draft(self, pstate, anchor, length, embed, head, asked: DraftRequest | None) -> tuple[Draft, States]:
+    def _draft(
+        self, pstate, anchor, length, embed, head, request: DraftRequest | None
+    ) -> tuple[Draft, States]:
         found, lookup = self.lookup.look_up(pstate.parts[0], anchor, length)
         long = found.matched >= LONG
 
         def drafted(state, anchor, length):
             given = state, anchor, length, embed, head
-            proposed = self.inner.propose(*given) if asked is None else self.inner.draft(*given, asked)
+            proposed = self.inner.propose(*given) if request is None else self.inner.draft(*given, request)
             draft, state = drafted_by(self.inner, proposed)
             if draft.parent is not None:
                 raise ValueError(_trees(self.inner))

@@ -24,9 +24,9 @@ class Checked:
     """The result for one pair.
 
     Attributes:
-        name: of the pair. cached: whether the cache holds the drafter, at least in part.
-        problem: why the drafter does not load or fit; None: no problem, or not cached.
-        compared: whether the target's config was there for comparison.
+        name: the pair's. cached: whether the cache holds at least a part of the drafter.
+        problem: the reason if the drafter does not load or fit; None: no problem, or not cached.
+        compared: whether the target's config was in the cache, to compare the drafter with.
         notes: differences from the row, unusual fields, and missing comparisons.
     """
 
@@ -38,13 +38,13 @@ class Checked:
 
 
 def check_cached(rows: Iterable[Checkpoint], cache_dir: str | Path | None = None) -> list[Checked]:
-    """Load each drafter in the hub's cache and check it against its target's config; fetches nothing.
+    """Load each drafter in the hub's cache and compare its config with the target's; fetches nothing.
 
     Args:
-        rows: the pairs. cache_dir: a cache other than huggingface_hub's own.
+        rows: the pairs. cache_dir: folder of a cache; unset: huggingface_hub's own.
 
     Raises:
-        OSError: no such cache.
+        OSError: there is no such cache.
     """
     try:
         faults = [str(fault) for fault in scan_cache_dir(cache_dir).warnings]
@@ -65,17 +65,17 @@ def _checked(row: Checkpoint, faults: list[str], cache: Path) -> Checked:
         model = row.target or row.model
         notes.append(f"the config of {model} is not in the cache: the pair was not compared.")
     options: dict[str, Any] = {"local_files_only": True, "cache_dir": cache}
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             config = load_drafter(str(row.drafter), target, **options).config
         except Exception as error:  # a damaged file may raise anything; the other pairs are still checked
-            said = " ".join(str(error).split()) or type(error).__name__
-            return Checked(row.name, True, said, target is not None, notes)
-    notes += [str(one.message) for one in heard if str(one.message).startswith("note: ")]
+            problem = " ".join(str(error).split()) or type(error).__name__
+            return Checked(row.name, True, problem, target is not None, notes)
+    notes += [str(one.message) for one in caught if str(one.message).startswith("note: ")]
     for name in COMPARED:
-        said, own = getattr(row, name), getattr(config, name)
-        own = tuple(own) if isinstance(said, tuple) else own
-        if said is not None and own is not None and said != own:
-            notes.append(f"{name}={own} in its config, {said} by {row.sources[name]}.")
+        published, own = getattr(row, name), getattr(config, name)
+        own = tuple(own) if isinstance(published, tuple) else own
+        if published is not None and own is not None and published != own:
+            notes.append(f"{name}={own} in its config, {published} by {row.sources[name]}.")
     return Checked(row.name, True, None, target is not None, notes)

@@ -1,4 +1,4 @@
-"""`load_pair`: checks and fetches a published pair by its name."""
+"""`load_pair` checks and fetches a published pair by its name."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def load_pair(
 ) -> tuple["PreTrainedModel", "DFlashDraftModel", "PreTrainedTokenizerBase"]:
     """A published target, its drafter and its tokenizer, ready for `torch_dflash.generate`.
 
-    A pair that does not decode here is refused before anything is fetched. The small drafter is fetched and
-    checked against the target's config first.
+    A pair that does not decode here is refused before any fetch. The drafter, which is small, is fetched and
+    compared with the target's config before the target.
 
     Args:
-        name: of one of `torch_dflash.checkpoints`, such as "qwen3-4b".
-        dtype: of both models' weights; "auto" is the stored type.
-        **options: for fetching all three (``cache_dir``, ``token``, ``local_files_only``).
+        name: name of one of `torch_dflash.checkpoints`, such as "qwen3-4b".
+        dtype: dtype of both models' weights; "auto": the stored dtype.
+        **options: options of the fetches (``cache_dir``, ``token``, ``local_files_only``).
 
     Returns:
         Target, drafter and tokenizer, as `torch_dflash.load_demo_pair`.
 
     Raises:
-        ValueError: no such pair, one that does not decode here, or files that do not fit.
-        OSError: a failed fetch.
+        ValueError: no such pair, a pair that does not decode here, or files that do not fit.
+        OSError: a fetch failed.
     """
     row = find(name)
     check_row(row)
@@ -60,17 +60,17 @@ def load_pair(
 
 
 def find(name: str) -> Checkpoint:
-    """The pair of that ``name``.
+    """The pair ``name``.
 
     Raises:
-        ValueError: no such pair; names similar ones.
+        ValueError: no such pair; the message has similar names.
     """
     named = {row.name: row for row in checkpoints}
     if name in named:
         return named[name]
-    asked = str(name).lower()
-    near = [row.name for row in checkpoints if asked in (str(row.drafter).lower(), str(row.target).lower())]
-    near = near or get_close_matches(asked, named, NEAR) or [one for one in named if asked in one][:NEAR]
+    wanted = str(name).lower()
+    near = [row.name for row in checkpoints if wanted in (str(row.drafter).lower(), str(row.target).lower())]
+    near = near or get_close_matches(wanted, named, NEAR) or [one for one in named if wanted in one][:NEAR]
     meant = f"did you mean {', '.join(map(repr, near))}?" if near else "none is like it."
     raise ValueError(f"name={name!r}: no published pair; {meant} `torch-dflash list` shows them all.")
 

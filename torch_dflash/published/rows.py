@@ -1,6 +1,6 @@
 """The published pairs of ``pairs.json``, with the source of each field.
 
-The fields are quoted: the weights were not loaded here.
+The fields quote their sources: no weights were loaded to fill them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib.resources import files
 from typing import Any
 
 UNSOURCED = ("name", "model", "kind", "family", "note", "measured", "sources", "decoded", "refused_for")
-"""Fields without a source of their own."""
+"""Fields that need no source."""
 KINDS = ("DFlash", "DFlash2", "DSpark")
-"""Kinds of drafters that draft here."""
+"""Kinds of drafters that can be loaded."""
 DSPARK_LAYOUTS = ("speculators", "DeepSpec", "SpecForge", "LiquidAI")
 """Layouts of readable DSpark drafters."""
 PLAIN_FORMS = ("mxfp4", "fp8", "int8")
@@ -28,22 +28,22 @@ class Checkpoint:
     Attributes:
         name: for `load_pair`.
         model: the target's name. target, drafter: hub ids.
-        kind: "DFlash", "DFlash2", "DSpark", or another method, which does not draft here.
-        layout: of the field and tensor names.
+        kind: "DFlash", "DFlash2", "DSpark", or another method, which cannot be loaded.
+        layout: layout of the field and tensor names.
         family: transformers' type of the target, and the variant after a colon.
-        num_hidden_layers: of the drafter.
+        num_hidden_layers: layers of the drafter.
         block_size: W, the anchor included.
-        target_layer_ids: the taps, 0-based block indices.
-        num_target_layers: layers of the target. mask_token_id: id of the mask.
+        target_layer_ids: the taps, 0-based indices of blocks.
+        num_target_layers: layers of the target. mask_token_id: id of the mask token.
         shape: further fields of the drafter's config.
-        size: of the weights, in the source's words.
+        size: size of the weights, in the source's words.
         target_weights: the form of the target's weights, if quantised.
-        license: of the drafter, by the hub's name.
-        acceptance: mean acceptance length by set of prompts. measured: the conditions.
+        license: the hub's name of the drafter's license.
+        acceptance: mean acceptance length by set of prompts. measured: conditions of the measurement.
         note: further facts.
         decoded: whether such targets decode here (docs/families.md); None: not compared.
-        refused_for: the reason if not.
-        sources: of each field.
+        refused_for: the reason if they do not.
+        sources: the source of each field.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def foreign(self) -> str | None:
-        """The drafter's method or layout, if not read here."""
+        """The drafter's kind and layout, if drafters of that kind and layout cannot be loaded."""
         if self.kind not in KINDS:
             return f"of kind {self.kind}"
         trained_as_dspark = self.kind == "DSpark" or str(self.layout).startswith("DeepSpec")
@@ -98,7 +98,7 @@ class Checkpoint:
 
     @property
     def verdict(self) -> tuple[bool | None, str | None]:
-        """(whether the pair decodes here; None: family not compared, the reason if not)."""
+        """(Whether the pair decodes here; None: its family was not compared; the reason if not)."""
         if self.decoded is not False and self.foreign is not None:
             return False, f"a drafter {self.foreign}"
         return self.decoded, self.refused_for
@@ -122,8 +122,8 @@ def _read() -> tuple[Checkpoint, ...]:
 
 def _row(raw: dict[str, Any], family: dict[str, Any], sources: dict[str, str]) -> Checkpoint:
     taps = raw.get("target_layer_ids")
-    said = {name: sources[source] for source, names in raw["sources"].items() for name in names}
-    made: dict[str, Any] = {"target_layer_ids": None if taps is None else tuple(taps), "sources": said}
+    by_field = {name: sources[source] for source, names in raw["sources"].items() for name in names}
+    made: dict[str, Any] = {"target_layer_ids": None if taps is None else tuple(taps), "sources": by_field}
     return Checkpoint(**raw | made, decoded=family.get("decoded"), refused_for=family.get("why"))
 
 
@@ -136,8 +136,8 @@ class PublishedCounts:
     """Numbers of published drafters.
 
     Attributes:
-        known: of `KINDS`, with published weights. decodes: decoding here.
-        loads: decoding from the target's published weights.
+        known: drafters of `KINDS` with published weights. decodes: those of them that decode here.
+        loads: those that decode from the target's published weights.
     """
 
     known: int

@@ -36,21 +36,21 @@ def read_logit_outputs(config: Any, options: dict[str, Any], vocab_size: int) ->
         ValueError: an option is of the wrong type or out of range, or log-probabilities have no place to go.
     """
     logprobs, top = (options.get(name) for name in OF_LOGITS)
-    asked = {name: getattr(config, name, None) for name in WHOLE.values()} | {"output_logprobs": logprobs}
-    check_flag(**{name: value for name, value in asked.items() if value is not None})
+    requested = {name: getattr(config, name, None) for name in WHOLE.values()} | {"output_logprobs": logprobs}
+    check_flag(**{name: value for name, value in requested.items() if value is not None})
     check_counts(least=0, top_logprobs=top)
     check_top(top or 0, vocab_size)
     ours = f"top_logprobs={top}" if top else "output_logprobs=True"
-    asked |= {"output_logprobs": logprobs or bool(top)}
+    requested |= {"output_logprobs": logprobs or bool(top)}
     if not config.return_dict_in_generate:
-        if asked["output_logprobs"]:
+        if requested["output_logprobs"]:
             raise ValueError(
                 f"{ours}: this call returns ids alone; pass return_dict_in_generate=True to generate, or "
                 "call torch_dflash.stream."
             )
         return LogitOutputs()
     return LogitOutputs(
-        tuple(name for name in OUTPUTS if asked[name]), top or 0, bool(config.renormalize_logits)
+        tuple(name for name in OUTPUTS if requested[name]), top or 0, bool(config.renormalize_logits)
     )
 
 

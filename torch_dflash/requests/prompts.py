@@ -143,16 +143,16 @@ def bucket(length: int) -> int:
     return max(MIN_BUCKET, 1 << (length - 1).bit_length())
 
 
-def chunk_widths(length: int, largest: int, room: int, worth: int) -> Iterator[int]:
+def chunk_widths(length: int, largest: int, slots: int, worth: int) -> Iterator[int]:
     """Bucket sizes that cover ``length`` prompt positions: full chunks, then what `split` makes of the rest.
 
-    ``room`` is how many positions exist from the start: a bucket that would run past it (XLA would clamp
+    ``slots`` is how many positions exist from the start: a bucket that would run past it (XLA would clamp
     its start and overwrite good rows) is replaced by smaller ones. ``worth``: as in `split`.
     """
     done = 0
     while done < length:
         width = largest if length - done > largest else split(length - done, worth)[0]
-        while width > MIN_BUCKET and done + width > room:
+        while width > MIN_BUCKET and done + width > slots:
             width //= 2
         yield width
         done += width
@@ -197,7 +197,7 @@ _ID = re.compile("_(id|index)$")
 _EDGE = re.compile("^[be]o[aiv]_")  # where an image, a video or sound begins or ends
 
 
-def check_text_alone(rows: list[np.ndarray], target: Any) -> None:
+def check_text_only(rows: list[np.ndarray], target: Any) -> None:
     """Raise ``ValueError`` if a prompt holds a token that stands for an image, a video or sound.
 
     What belongs there is not read here, nor do the rows of an image see each other.

@@ -29,17 +29,17 @@ from torch_dflash.processors.options import Batch, check_suppressed
 from torch_dflash.requests.arguments import COMPILED, check_argument, is_cache
 from torch_dflash.requests.logprobs import OF_LOGITS, check_logit_outputs, read_logit_outputs
 from torch_dflash.requests.options import OF_A_CALL, EngineOptions, round_up
-from torch_dflash.requests.prompts import check_ids, check_text_alone, split_rows
+from torch_dflash.requests.prompts import check_ids, check_text_only, split_rows
 from torch_dflash.requests.refusals import config_fields, refuse_doubled_cache, refuse_unsupported
 from torch_dflash.requests.request import SAMPLING, UNSET, Request, Row
 from torch_dflash.requests.row_values import check_pad, row_seeds, stop_ids
 from torch_dflash.requests.rules import (
     KINDS,
     arranged,
-    asked_processors,
     check_covered,
     check_processors,
     options_of_rules,
+    requested_processors,
 )
 from torch_dflash.requests.stopping import Criterion, read_criteria, stop_rules_of
 from torch_dflash.runtime_kinds import RUNTIMES
@@ -188,12 +188,12 @@ def read_request(
     pad = check_pad(config.pad_token_id)
     budgets = _budgets(call, rows, width)
     wanted = {name: call.value(name) for name in KINDS} | {"grammar": _grammars(own, rows)}
-    asked = asked_processors(wanted, Batch(width, budgets, stops, bool(config.do_sample), vocab_size))
+    requested = requested_processors(wanted, Batch(width, budgets, stops, bool(config.do_sample), vocab_size))
     seeds = row_seeds(own.seed, rows)
     # A pad that nobody named is a stop id. One that may end a row's text is no sign of padding in it.
     pads = [None if pad in ids else pad for ids in stops]
     prompts = split_rows(input_ids, attention_mask, vocab_size, pads, position_ids)
-    check_text_alone(prompts, target)
+    check_text_only(prompts, target)
     pad = first_stop if pad is None else pad
     stopping = stop_rules_of(config, own.tokenizer)
     lengths, criteria = [len(prompt) for prompt in prompts], own.stopping_criteria or ()
@@ -205,7 +205,7 @@ def read_request(
             **{name: values[row] for name, values in sampling.items()},
             seed=seeds[row],
             stop_ids=stops[row],
-            rules={kind: values[row] for kind, values in asked.items() if values[row] is not None},
+            rules={kind: values[row] for kind, values in requested.items() if values[row] is not None},
             stopping=tuple(stopping),
             logprobs=logprobs,
         )
@@ -282,14 +282,14 @@ def _budgets(call: CallOptions, rows: int, width: int) -> list[int]:
         untouched = config.max_length == config._get_default_generation_params()["max_length"]
         # transformers' default: 20 tokens beyond the prompt
         plain = untouched and call.given.get("max_length") is None
-        budget = config.max_length if plain else room_below(config.max_length, width)
+        budget = config.max_length if plain else new_tokens_below(config.max_length, width)
     budgets = one_per_row("max_new_tokens", budget, rows)
     for value in budgets:
         check_counts(max_new_tokens=value)
     return budgets
 
 
-def room_below(max_length: Any, width: int) -> int:
+def new_tokens_below(max_length: Any, width: int) -> int:
     """The new tokens that ``max_length`` leaves after ``width`` columns of prompt; ``ValueError`` if none."""
     check_counts(max_length=max_length)
     if max_length <= width:
@@ -358,15 +358,15 @@ def _per_token(request: Request, processors: Iterable[Any], runtime: str) -> dic
         ValueError: ``runtime`` has no host to ask.
     """
     stopping = dict.fromkeys(rule for row in request.rows for rule in row.stopping)
-    asked = impure(processors) + [one.name for one in stopping if isinstance(one, Criterion)]
-    if not asked:
+    host_rules = impure(processors) + [one.name for one in stopping if isinstance(one, Criterion)]
+    if not host_rules:
         return {}
     if not RUNTIMES[runtime].asks_host:
         raise ValueError(
-            f"{asked[0]} runs on the host after each token: pass runtime='eager', or say it by options "
+            f"{host_rules[0]} runs on the host after each token: pass runtime='eager', or say it by options "
             "(stop_strings, eos_token_id) or a td.BlockProcessor."
         )
-    _log.info("%s sees one token at a time: plain decoding, nothing is drafted", asked[0])
+    _log.info("%s sees one token at a time: plain decoding, nothing is drafted", host_rules[0])
     return {"verify_width": 1, "rounds_per_chunk": 1}
 
 

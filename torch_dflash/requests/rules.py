@@ -53,19 +53,19 @@ def _order() -> list[type]:
     return [*dict.fromkeys(map(type, KINDS.values())), GrammarTable]
 
 
-def asked_processors(options: dict[str, Any], batch: Batch) -> dict[Processor, list]:
+def requested_processors(options: dict[str, Any], batch: Batch) -> dict[Processor, list]:
     """The processors that ``options`` (of `KINDS`, None: unset) need, and what each row asks of them.
 
     Raises:
         ValueError: an option is of the wrong type or out of range.
     """
-    found = [pair for rule in _order()[:-1] for pair in cast(Any, rule).asked(options, batch)]
+    found = [pair for rule in _order()[:-1] for pair in cast(Any, rule).read_options(options, batch)]
     return {kind: values for kind, values in found if any(value is not None for value in values)}
 
 
-def check_covered(asked: Sequence[Processor], compiled: tuple[Processor, ...]) -> None:
+def check_covered(requested: Sequence[Processor], compiled: tuple[Processor, ...]) -> None:
     """Raise ``ValueError`` unless an engine with the processors ``compiled`` in can do what is asked."""
-    for kind in asked:
+    for kind in requested:
         if any(own.covers(kind) for own in compiled):
             continue
         names = [option for option, own in KINDS.items() if type(own) is type(kind)] or ["grammar"]
@@ -101,7 +101,7 @@ def of_the_model(config: Any, stop_slots: int, vocab_size: int) -> tuple[Process
     anyone = Batch(
         width=1, max_new_tokens=[INT32_MAX], stop_ids=[own + spare], sampled=True, vocab_size=vocab_size
     )
-    return arranged([*asked_processors(options, anyone)])
+    return arranged([*requested_processors(options, anyone)])
 
 
 def arranged(given: Sequence[str | Processor]) -> tuple[Processor, ...]:

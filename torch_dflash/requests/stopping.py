@@ -67,13 +67,13 @@ class Criterion:
 
     def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: HostRecord) -> list[int | None]:
         answer = self._criterion(self._ids(texts), self._scores_of(texts, record))
-        said = torch.as_tensor(answer if isinstance(answer, int | Tensor | list) else [])
-        if said.is_floating_point() or tuple(said.shape) not in ((), (1,), (len(texts),)):
+        ended = torch.as_tensor(answer if isinstance(answer, int | Tensor | list) else [])
+        if ended.is_floating_point() or tuple(ended.shape) not in ((), (1,), (len(texts),)):
             raise ValueError(
                 f"{self.name} returned {answer!r}: return a bool, or one for each of {len(texts)} rows."
             )
-        said = (said & 1).bool().expand(len(texts))  # of a number transformers' own sum keeps the last bit
-        return [len(text) if over else None for text, over in zip(texts, said.tolist(), strict=True)]
+        ended = (ended & 1).bool().expand(len(texts))  # of a number transformers' own sum keeps the last bit
+        return [len(text) if over else None for text, over in zip(texts, ended.tolist(), strict=True)]
 
     def _ids(self, texts: Sequence[np.ndarray]) -> Any:
         """The prompts as they were given, then what is new; rows that have ended are filled up."""

@@ -1,4 +1,4 @@
-"""The runtime under test on its device, and a random pair that decodes on it."""
+"""The runtime under test on its device, and a random pair that decodes on the device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch_dflash.selftest.pairs import make_drafter, make_pair, rope_of
 WIDTH = 6
 CAPACITY = 96
 READ = 512
-"""Megabytes: more than the caches of a CPU hold."""
-CHUNK = 3  # rounds between host reads: several reads even in a short text
+"""Megabytes of an array to read: more than the caches of a CPU hold."""
+CHUNK = 3  # rounds between host reads: a short text, too, has several reads
 
 
 @dataclass
 class Reads:
-    """Host reads so far, or None where they cannot be counted; ``how``: the counter, in words."""
+    """``count``: host reads so far, or None if they cannot be counted. ``how``: the counter, in words."""
 
     count: int | None
     how: str
@@ -48,15 +48,15 @@ class Backend(Protocol):
         ...
 
     def run(self, engine: Engine, step: Callable, state: Any) -> Any:
-        """``step`` on the device, its result as CPU tensors; consumes ``state``."""
+        """Run ``step`` on the device; returns its result as CPU tensors and consumes ``state``."""
         ...
 
     def repeat(self, engine: Engine, step: Callable, times: int) -> Callable[[Any, Any], Any]:
-        """``(params, state) -> state`` that runs ``step`` ``times`` times; consumes its state."""
+        """A function ``(params, state) -> state`` that runs ``step`` ``times`` times; consumes the state."""
         ...
 
     def apply(self, function: Callable, tensors: tuple, consumed: tuple[int, ...] = ()) -> Any:
-        """``function(*tensors)`` on the device, its result as CPU tensors; it may consume some tensors."""
+        """``function(*tensors)`` on the device, as CPU tensors; it may reuse the tensors ``consumed``."""
         ...
 
     def wait(self, tree: Any) -> None:
@@ -64,26 +64,25 @@ class Backend(Protocol):
         ...
 
     def watch_reads(self) -> AbstractContextManager[Reads]:
-        """Count host reads inside."""
+        """Count host reads of the ``with`` block."""
         ...
 
     def reuse(self, engine: Engine, state: Any) -> tuple[bool | None, str]:
-        """(Whether a chunk of rounds keeps every buffer in place, or None: does not apply; the reason)."""
+        """(Whether a chunk of rounds keeps every buffer in place; None: does not apply), and the reason."""
         ...
 
     def read_speed(self) -> float:
-        """GB/s at which the device reads `READ` megabytes of float32, to sum them."""
+        """GB/s at which the device reads `READ` megabytes of float32 for their sum."""
         ...
 
 
 class EagerBackend:
-    """PyTorch on one of its devices."""
+    """PyTorch on one of its devices, by a runtime without JAX."""
 
-    runtime = "eager"
-
-    def __init__(self, device: str | None = None):
+    def __init__(self, device: str | None = None, runtime: str = "eager"):
+        self.runtime = runtime
         self.device = torch.device(device or "cpu")
-        torch.empty(0, device=self.device)  # a device that is not there fails here
+        torch.empty(0, device=self.device)  # raises for a missing device
         self.accelerated = self.device.type != "cpu"
 
     def describe(self) -> str:
@@ -127,7 +126,7 @@ class EagerBackend:
 
 
 def best_speed(read_once: Callable[[], Any], wait: Callable[[Any], None], count: int) -> float:
-    """GB/s at which ``read_once`` reads ``count`` bytes: the best of eight runs after a discarded one."""
+    """GB/s at which ``read_once`` reads ``count`` bytes: the best of eight runs after a discarded run."""
     times = []
     for _ in range(9):
         started = time.perf_counter()
@@ -137,7 +136,7 @@ def best_speed(read_once: Callable[[], Any], wait: Callable[[Any], None], count:
 
 
 class Case:
-    """A random fp32 pair: ``target`` and ``drafter`` on the CPU to compare with, engines on ``backend``."""
+    """A random fp32 pair: ``target`` and ``drafter`` on the CPU as the reference, engines on ``backend``."""
 
     def __init__(self, backend: Backend, family: str):
         self.backend, self.family = backend, family
@@ -173,7 +172,7 @@ class Case:
 
 
 def prompts() -> list[list[int]]:
-    """Three rows of one to three prompt chunks; the last repeats itself, which prompt lookup likes."""
+    """Three rows of one to three prompt chunks; the last repeats itself, so prompt lookup finds drafts."""
     generator = torch.Generator().manual_seed(11)
     rows = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in (40, 9, 7)]
     return [rows[0], rows[1], rows[2] * 3]

@@ -1,4 +1,4 @@
-"""Hidden costs: compilations after warm-up, host reads beyond one a chunk, buffers that are copied."""
+"""Hidden costs: compilations after warm-up, more than one host read a chunk, copied buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.selftest.backend import CHUNK, Backend, Case, prompts
 from torch_dflash.selftest.report import NOT_APPLICABLE, Check, judged
 
-# Everything a request may change without a new program.
+# All options that a request may change without a new program.
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     ([1], {"max_new_tokens": 5}),
     ([17, 3], {"max_new_tokens": [3, 20]}),
@@ -25,7 +25,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 
 
 def hidden_costs(case: Case, backend: Backend) -> Iterator[Check]:
-    """Warm an engine up, send it requests of every kind, and count compilations and host reads."""
+    """Warm an engine up, send requests of every kind, and count compilations and host reads."""
     engine = case.engine("agreeing", len(prompts())).warmup()
     compiled = expected = counted = 0
     with backend.watch_reads() as reads:

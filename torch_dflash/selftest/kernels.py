@@ -1,4 +1,4 @@
-"""Attention on the device, in the form that runs there, against its plain form in float32 on the CPU."""
+"""Attention in the form that the device runs, against its plain form in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_dflash.selftest.backend import Backend
 from torch_dflash.selftest.report import Check, within
 
 BATCH, PAGE, COLUMNS = 2, 16, 12
-SLOTS = 1040  # of a drafter's context: two blocks of the kernel and a piece
+SLOTS = 1040  # slots of a drafter's context: two blocks of the kernel and a part of one
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
 def paged_forms(backend: Backend) -> Iterator[Check]:
-    """One check per shape and dtype: outputs, and the pages afterwards."""
+    """Yield a check per shape and dtype: of outputs, and of the pages afterwards."""
     for name, shape in SHAPES.items():
         for dtype, tolerance in TOLERANCES.items():
             arguments = _arguments(shape, dtype)
@@ -63,7 +63,7 @@ def paged_forms(backend: Backend) -> Iterator[Check]:
 
 
 def block_forms(backend: Backend) -> Iterator[Check]:
-    """One check per shape and dtype of a drafted block's attention."""
+    """Yield a check per shape and dtype of a drafted block's attention."""
     for name, shape in BLOCKS.items():
         for dtype, tolerance in TOLERANCES.items():
             arguments = _block_arguments(shape, dtype)
@@ -86,18 +86,18 @@ def _block(shape: Shape, query, key, value, past_key, past_value, position, star
 
 
 def _wide(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Copies, floats in float32."""
+    """Copies of ``tensors``, with floats in float32."""
     return [tensor.float() if tensor.is_floating_point() else tensor.clone() for tensor in tensors]
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor, table: torch.Tensor, end: torch.Tensor) -> float:
-    """Largest difference of two pools below ``end`` [B]; slots beyond it are stale."""
+    """Largest difference of two pools below ``end`` [B]; slots from ``end`` on are stale."""
     rows = ((one - other)[table.long()].abs().amax(dim=(2, 4))).flatten(1)
     return float(rows[torch.arange(rows.shape[1]) < end[:, None]].max())
 
 
 def _arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """query, key, value, pool, table and start; pages out of order, rows that end anywhere."""
+    """Query, key, value, pool, table and start; pages are out of order, and rows end anywhere."""
     random = torch.Generator().manual_seed(shape.rows)
     normal = partial(_normal, random, dtype)
     pages = BATCH * COLUMNS
@@ -111,7 +111,7 @@ def _arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def _block_arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """query, key, value, the context's key and value, position and start; not all slots are in use."""
+    """Query, key, value, the context's key and value, position and start; some slots are unused."""
     random = torch.Generator().manual_seed(shape.rows)
     normal = partial(_normal, random, dtype)
     query = normal(BATCH, shape.groups * shape.heads, shape.rows, shape.dim)

@@ -1,4 +1,4 @@
-"""Losslessness: with any drafter, the text is the target's own, greedy and sampled."""
+"""Losslessness: with any drafter the text is the target's own, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch_dflash.selftest.parity import TOLERANCE
 from torch_dflash.selftest.report import Check, judged
 
 NEW = 24
-TEMPERATURE = 8.0  # the two best logits of an agreeing pair stand tens above the rest: see `correlate`
+TEMPERATURE = 8.0  # the two best logits of an agreeing pair lie tens above the others: see `correlate`
 SEED = 5
 KINDS = ("plain", "agreeing", "random", "n-gram", "paged")
 
 
 def own_texts(case: Case) -> dict[str, list[list[int]]]:
-    """Per mode and prompt, the text to reproduce: transformers' greedy text, our plain samples on the CPU."""
+    """By mode, each prompt's text to reproduce: transformers' greedy text, plain samples on the CPU."""
     greedy, sampled = [], []
     sample = case.plain_on_cpu()
     for row, prompt in enumerate(prompts()):
@@ -37,7 +37,7 @@ def own_texts(case: Case) -> dict[str, list[list[int]]]:
 
 
 def lossless(case: Case, single: bool) -> Iterator[Check]:
-    """One check per drafter, mode and batch; ``single`` adds engines of batch size 1."""
+    """Yield a check per drafter, mode and batch; ``single`` adds engines of batch size 1."""
     wanted = own_texts(case)
     everything = list(range(len(prompts())))
     for rows in (everything, [0]) if single else (everything,):
@@ -89,7 +89,7 @@ def _same_text(case: Case, kind: str, mode: str, rows: list[int], texts: dict[st
 def _difference(
     case: Case, prompt: list[int], wanted: list[int], got: list[int], seed: int | None
 ) -> tuple[int | None, float | None]:
-    """(first token that differs or None, gap of the two scores if rounding alone can have flipped them)."""
+    """(First token that differs, or None; gap of the two scores if rounding alone may have swapped them)."""
     if wanted == got:
         return None, None
     if len(wanted) != len(got):

@@ -1,4 +1,4 @@
-"""Tiny random targets and drafters: every family, norms that are not ones, pairs that sometimes agree."""
+"""Tiny random targets and drafters: four families, random norms, pairs that sometimes agree."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ FAMILIES = {
 
 
 def randomise(model: Any, seed: int, gain: float = 2.0) -> Any:
-    """Random weights of a size at which the choice of a token depends on the whole context.
+    """Set random weights, of a size at which the choice of a token depends on the whole context.
 
-    Projections keep or raise the size of what they are given (``gain``), so the current token's own
-    embedding does not decide, and norms and biases are random too: a norm of ones hides a skipped norm.
+    Projections keep or raise the size of their inputs (``gain``), so the current token's own embedding does
+    not decide the next token. Norms and biases are random, too: a norm of ones would hide a skipped norm.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def randomise(model: Any, seed: int, gain: float = 2.0) -> Any:
             elif name.endswith("layernorm.weight"):
                 weight.copy_(1 + 0.3 * noise)
             elif name.endswith("norm.weight"):
-                # Signs differ, or a tied head would repeat the token that is being read.
+                # With equal signs a tied head would repeat the current token.
                 weight.copy_(noise.sign() * (1 + 0.3 * noise.abs()))
             elif name.endswith("base_kernel"):
                 weight.copy_(0.2 * noise)
@@ -77,25 +77,25 @@ def randomise(model: Any, seed: int, gain: float = 2.0) -> Any:
 
 def make_target(family: str = "qwen3", seed: int = 0, **overrides):
     """A random target of a family in `FAMILIES`, fp32, without stop ids."""
-    cls, config, extra = copy.deepcopy(FAMILIES[family])  # a config may be changed in place
+    cls, config, extra = copy.deepcopy(FAMILIES[family])  # a model may change its config in place
     torch.manual_seed(seed)
     return randomise(cls(config(**(BASE | extra | overrides))), seed)
 
 
 def rope_of(family: str) -> dict[str, Any]:
-    """The rope field of a target of ``family``, for its drafter, where it is not the default."""
+    """The rope field of a target of ``family``, for its drafter, if that is not the default."""
     fields = FAMILIES[family][2]
     return {name: dict(fields[name]) for name in ("rope_parameters",) if name in fields}
 
 
 def make_drafter(target, seed: int = 1, **overrides):
-    """A random drafter that fits ``target``, of a `drafter_config`."""
+    """A random drafter for ``target``, with a `drafter_config`."""
     torch.manual_seed(seed)
     return randomise(drafter_of(drafter_config(target.config, **overrides)), seed)
 
 
 def drafter_config(base: Any, **overrides) -> DFlashConfig:
-    """A drafter's config for a target's: two layers, taps 0 and 2, block 6; DFlash2's with a rank."""
+    """A drafter's config for a target's: two layers, taps 0 and 2, block 6; DFlash2's if a rank is given."""
     config_class, _ = KINDS[is_dflash2(overrides)]
     return config_class(
         **{
@@ -126,11 +126,11 @@ def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafte
 
 
 def correlate(target, drafter, strength: float) -> None:
-    """Let target and drafter mostly choose between the same two tokens, so that half the drafts are right.
+    """Make target and drafter mostly choose between the same two tokens, so that half the drafts are right.
 
-    The two have opposite rows in the head, ``1 + 2 * strength`` times the size of the others. The choice
-    depends on the sign of one product with the hidden state, which is unrelated in the two networks.
-    Far above 8, targets with tied heads begin to loop.
+    The two tokens have opposite rows in the head, ``1 + 2 * strength`` times the size of the others. The
+    choice depends on the sign of one product with the hidden state; the signs of the two networks are
+    independent. Far above a strength of 8, targets with tied heads begin to loop.
     """
     generator = torch.Generator().manual_seed(99)
     with torch.no_grad():

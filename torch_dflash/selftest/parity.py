@@ -16,18 +16,18 @@ from torch_dflash.selftest.backend import Backend, Case, prompts
 from torch_dflash.selftest.report import Check, within
 from torch_dflash.state import DecodeState
 
-# Of the largest value compared. Both sides compute the features of all rounds themselves, so rounding grows;
-# a broken convention (a mask, a tap, a norm, a position) is off by more than 1e-3.
+# A share of the largest value compared. Each side computes the features of all rounds, so rounding grows; a
+# broken convention (a mask, a tap, a norm, a position) differs by more than 1e-3.
 TOLERANCE = 1e-4
 DEPTHS = (0, 2)
-"""Chunks of rounds before the comparison: right after prefill, and on a cache that rounds wrote."""
+"""Chunks of rounds before a comparison: none, right after prefill, and two, on a cache that rounds wrote."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One round's passes for one row, inputs and outputs.
+    """Inputs and outputs of one round's passes for one row.
 
-    ``committed`` are all tokens up to the anchor, ``drafts`` [N] the drafts after it, ``hidden`` [W-1, H]
+    ``committed``: all tokens up to the anchor, ``drafts`` [N] the drafts after it, ``hidden`` [W-1, H]
     the drafter's states, ``logits`` [M, V] the target's.
     """
 
@@ -38,7 +38,7 @@ class Pass:
 
 
 def probe(pair: Pair, params: Params, state: DecodeState) -> tuple[Tensor, ...]:
-    """A round's draft and verify passes: (tokens, length, drafts, hidden states, logits); commits nothing."""
+    """A round's draft and verify passes, uncommitted: (tokens, length, drafts, hidden states, logits)."""
     return pair.run(_probe, params, state)
 
 
@@ -50,7 +50,7 @@ def _probe(pair: Pair, state: DecodeState) -> tuple[Tensor, ...]:
         seen.append(hidden)
         return plain(hidden, head)
 
-    # The states are no output of a proposer, so the step that turns them into drafts is watched.
+    # A proposer does not return the states, so the step that turns them into drafts is watched.
     drafter.logits = watched
     try:
         drafted, _ = steps.draft(pair, state)
@@ -75,7 +75,7 @@ def passes(case: Case, backend: Backend, depth: int) -> list[Pass]:
 
 @torch.no_grad()
 def eager_features(target: Any, taps: list[int], tokens: list[int], context: int) -> tuple[Tensor, Tensor]:
-    """transformers' own forward, without a cache: (features [1, context, n*H], logits [R, V])."""
+    """(Features [1, context, n*H], logits [R, V]) of transformers' own forward pass, without a cache."""
     out = target(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     features = torch.cat([out.hidden_states[tap + 1] for tap in taps], dim=-1)  # 0 is the embedding
     return features[:, :context], out.logits[0]
@@ -92,11 +92,11 @@ def eager_hidden(case: Case, anchor: int, features: Tensor, width: int) -> Tenso
 
 
 Reference = Callable[[Any, Any, int, Tensor, int], Tensor]
-"""``(drafter, embedding weight, anchor, features, W) -> hidden states``: an independent drafter."""
+"""An independent drafter: ``(drafter, embedding weight, anchor, features, W) -> hidden states``."""
 
 
 def parity(case: Case, backend: Backend, reference: Reference | None) -> Iterator[Check]:
-    """Compare both passes at every depth: all rows with eager PyTorch, one with ``reference`` (if any)."""
+    """Compare both passes at every depth: all rows with eager PyTorch, one with ``reference``, if any."""
     for depth in DEPTHS:
         when = f"{case.family}, after {'prefill' if not depth else 'rounds'}"
         pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"target logits": [], "drafter hidden states": []}
@@ -108,7 +108,7 @@ def parity(case: Case, backend: Backend, reference: Reference | None) -> Iterato
             taps = case.drafter.config.target_layer_ids
             features, logits = eager_features(case.target, taps, tokens, context)
             hidden = eager_hidden(case, item.committed[-1], features, width)
-            if row == 1:  # a short one: the reference compiles for every length
+            if row == 1:  # a short row, for the reference compiles for every length
                 first = {"item": item, "features": features, "width": width}
             pairs["target logits"].append((item.logits, logits[-verified:]))
             pairs["drafter hidden states"].append((item.hidden, hidden))

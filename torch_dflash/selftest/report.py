@@ -15,7 +15,7 @@ NAME_COLUMN = 66
 class Check:
     """One line of the table.
 
-    ``status`` is `PASS`, `FAIL`, `NOT_RUN` (it could not run, which counts as a failure) or
+    ``status`` is `PASS`, `FAIL`, `NOT_RUN` (the check could not run, which counts as a failure) or
     `NOT_APPLICABLE`; ``detail`` is the observation or the reason.
     """
 
@@ -38,14 +38,14 @@ def within(name: str, error: float, tolerance: float, note: str = "") -> Check:
 
 
 class Report:
-    """Collects checks, and prints each at once, so that a crash loses none."""
+    """Collects checks, and prints each check at once, so that a crash loses none."""
 
     def __init__(self, write: Callable[[str], None]):
         self._write = write
         self.checks: list[Check] = []
 
     def attempt(self, name: str, run: Callable[[], Iterable[Check]]) -> None:
-        """Add the checks that ``run`` gives; an exception becomes a failure of ``name``."""
+        """Add the checks that ``run`` yields; an exception becomes a failure of ``name``."""
         try:
             for check in run():
                 self.add(check)
@@ -54,7 +54,7 @@ class Report:
             self.add(Check(name, FAIL, f"{type(error).__name__}: {words[:400]}"))
 
     def add(self, check: Check) -> None:
-        """Note a check and print it."""
+        """Keep and print a check."""
         self.checks.append(check)
         self._write(f"{check.status:8}{check.name:{NAME_COLUMN}}  {check.detail}")
 

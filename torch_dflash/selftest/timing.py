@@ -1,7 +1,7 @@
 """Times a plain step, a verify pass, a draft pass and a whole round on this device, with their floors.
 
-Every program runs its rounds in one go, waits for the result, and is timed in turn with the others, after
-a discarded run. States are made anew outside the timed part.
+Every program runs all its rounds, then waits for the result. After a discarded run, programs are timed in
+turn. Each run has a new state, made before the time starts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NARROW: dict[str, tuple[dict[str, Any], int]] = {
     "bfloat16": ({"compute": "bfloat16"}, 2),
     "int8": ({"quantize": "int8"}, 1),
 }
-"""Types that products are computed in when asked: options of `torch_dflash.compile`, bytes of a weight."""
+"""Narrower types of products: the options of `torch_dflash.compile`, and the bytes of a weight."""
 FLAT = 1.1
-"""Plain steps that a pass may cost to count as no dearer than one."""
+"""Plain steps that a pass may cost and still count as one plain step."""
 BLOCK = 16
 
 
@@ -69,9 +69,9 @@ SIZES = {
 
 
 def flat_rows(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """By arithmetic, the rows up to which no verify pass costs more than `FLAT` plain steps.
+    """The most rows, by arithmetic, up to which no verify pass costs more than `FLAT` plain steps.
 
-    1: a pass of two rows costs more already.
+    1: a pass of two rows costs more.
     """
     costs: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -84,7 +84,7 @@ def _flat(steps: dict[str, float]) -> int:
 
 
 class Unaccepted(Proposer):
-    """Drafts that cost nothing and are never accepted: a round is only the verify pass of ``width`` rows."""
+    """Drafts that cost nothing and are never accepted: a round is a verify pass of ``width`` rows."""
 
     name = "unaccepted"
 
@@ -104,7 +104,7 @@ def draft_pass(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
 def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
     drafted, pstate = steps.draft(pair, state)
     ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : pair.plan.verify_width - 1]], dim=1)
-    # Features that depend on the drafts: a compiler could move the projection of constants out of the loop.
+    # The features depend on the drafts: a compiler could move a projection of constants out of the loop.
     features = pair.target.embed(ids).repeat(1, 1, len(pair.proposer.taps))
     count = torch.ones_like(state.length)
     return replace(
@@ -116,9 +116,10 @@ def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
 
 
 def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
-    """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``backend``: one row of figures each.
+    """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``backend``; yields figures by pass.
 
-    First in the weights' own arithmetic; then, where products can be narrower, the verify passes in each.
+    All passes are timed in the weights' own arithmetic; then, if products can be narrower, the verify passes
+    in each type of `NARROW`.
     """
     chosen = SIZES[size]
     target = make_target("qwen3", **chosen.target)
@@ -139,7 +140,7 @@ def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
 
 
 def _verifying(backend: Backend, target: Any, size: Size, **options: Any) -> dict[str, Engine]:
-    """A plain step, and a verify pass of each width."""
+    """Engines of a plain step, and of a verify pass of each width."""
     engines = {"plain step, M=1": _engine(backend, target, None, size, **options)}
     for width in VERIFY_WIDTHS:
         engines[f"verify, M={width}"] = _engine(backend, target, Unaccepted(width), size, **options)
@@ -147,9 +148,9 @@ def _verifying(backend: Backend, target: Any, size: Size, **options: Any) -> dic
 
 
 def _turns(backend: Backend, engines: dict[str, Engine], item: int, about: Any) -> Iterator[dict[str, Any]]:
-    """Time the engines in turn: one row of figures each, as data.
+    """Time the engines in turn; yields the figures of each as data.
 
-    ``item``: bytes of a weight that a product reads; ``about``: figures that all rows have in common.
+    ``item``: bytes of a weight that a product reads; ``about``: figures that all passes share.
     """
     programs = {
         name: backend.repeat(engine, draft_pass if name.startswith("draft") else decode_round, ROUNDS)
@@ -184,7 +185,7 @@ def _engine(backend: Backend, target: Any, drafter: Any, size: Size, **options: 
         max_length=PROMPT + (ROUNDS + 1) * BLOCK,  # a round may commit a whole block
         prefill_chunk_size=PROMPT,
         filters=False,
-        # In fp32 the exact product, as everywhere else; narrow types have no more than their own.
+        # In fp32 the exact product, as everywhere; narrower types have only their own.
         matmul_precision="highest" if size.dtype == torch.float32 else "default",
         **options,
     )
@@ -202,7 +203,7 @@ def _timed(backend: Backend, engine: Engine, program: Callable[[Any, Any], Any])
 
 
 def _bytes(name: str, engine: Engine, item: int) -> int:
-    """The least bytes that a pass reads: its weights once, ``item`` bytes each, and its K/V once."""
+    """The fewest bytes that a pass reads: its weights once, ``item`` bytes each, and its K/V once."""
     tensors, pair, plan = engine.tensors(), engine.pair, engine.plan
     kept = next(iter(tensors.values())).element_size()
 
@@ -210,7 +211,7 @@ def _bytes(name: str, engine: Engine, item: int) -> int:
         return item * sum(tensor.numel() for key, tensor in tensors.items() if key.startswith(prefix))
 
     cached = sum(spec.heads * (spec.k_dim + spec.v_dim) for spec in pair.target.specs) * plan.slots
-    # The pairs here tie embedding and head: what the lookup reads of it, the head reads anyway.
+    # These pairs tie embedding and head: the head reads the rows that the lookup reads.
     target = weights("target.") + plan.batch_size * cached * kept
     if not name.startswith(("draft", "whole")):
         return target

@@ -21,8 +21,8 @@ def processor() -> str:
     """
     names, flags = _values("model name"), instructions()
     known = [flag for flag in NARROW if flag in flags] or [flag for flag in WIDE if flag in flags][:1]
-    said = f"{len(names) or '?'} x {names[0] if names else platform.processor()}"
-    return f"{said}, {' '.join(known)}" if known else said
+    text = f"{len(names) or '?'} x {names[0] if names else platform.processor()}"
+    return f"{text}, {' '.join(known)}" if known else text
 
 
 @lru_cache(maxsize=1)

@@ -32,8 +32,8 @@ def uncast() -> Iterator[None]:
 
         def made(self: Any, device_type: str, *args: Any, **more: Any) -> None:
             if threading.get_ident() == here and device_type in _UNKNOWN:
-                asked = args[1] if len(args) > 1 else more.pop("enabled", True)
-                if asked:
+                enabled = args[1] if len(args) > 1 else more.pop("enabled", True)
+                if enabled:
                     _refuse()
                 device_type, args, more = "cpu", (), {"enabled": False}
             init(self, device_type, *args, **more)

@@ -60,7 +60,7 @@ class RecordingCache(Cache):
         self._made: list[tuple[Tensor, Callable]] = []
         self._handed: tuple[Tensor, Tensor] | None = None
         # Layers that asked for a state and have not used it.
-        self._asked: dict[int, tuple[int, Tensor | None]] = {}
+        self._pending_states: dict[int, tuple[int, Tensor | None]] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx in self.shapes:
@@ -126,10 +126,10 @@ class RecordingCache(Cache):
         if layer in known or state:
             raise Refusal(f"layer {layer} keeps more than one convolution, or more than one recurrent state")
         self.calls.attended(layer)
-        self._asked[id(known)] = layer, given
+        self._pending_states[id(known)] = layer, given
 
     def _answer(self, known: dict[int, Any], rows: Tensor | None, what: str) -> int:
-        layer, given = self._asked.pop(id(known), (-1, None))
+        layer, given = self._pending_states.pop(id(known), (-1, None))
         if layer < 0 or given is not rows:
             raise Refusal(f"a layer {what} other rows than those of its state")
         return layer
@@ -150,7 +150,7 @@ class RecordingCache(Cache):
 
     def check_answered(self) -> None:
         """Raise `Refusal` if a layer asked for a state and used it in an unsupported way."""
-        for layer, _ in self._asked.values():
+        for layer, _ in self._pending_states.values():
             raise Refusal(
                 f"layer {layer} keeps a state that is neither a short convolution's nor one of a gated delta "
                 "rule, Kimi delta attention or Mamba-2"
@@ -257,10 +257,10 @@ def _specs(cache: RecordingCache, skeleton: Any) -> tuple[LayerSpec, ...]:
     if odd:
         kept = min(odd)
         removed = kept and odd == [*range(kept, layers)]
-        fewer = f" (num_hidden_layers={kept} in its config, if the others were removed)" if removed else ""
+        hint = f" (num_hidden_layers={kept} in its config, if the others were removed)" if removed else ""
         raise Refusal(
             f"layers {odd} keep no keys and values of their own, or attend to them by other means than "
-            f"transformers' attention interface{fewer}"
+            f"transformers' attention interface{hint}"
         )
     context = context_of(skeleton)
     read = functools.cache(functools.partial(read_window, context=context))  # layers share a few masks

@@ -28,8 +28,8 @@ class LoadedTarget(Protocol):
         """
         ...
 
-    def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
-        """The mesh to decode on; ``asked`` is a call's mesh or None, for ``replicas`` to share.
+    def mesh_for(self, requested: Any, replicas: int = 1) -> Any:
+        """The mesh to decode on; ``requested`` is a call's mesh or None, for ``replicas`` to share.
 
         Raises:
             ValueError: the weights are on other devices.
@@ -54,23 +54,23 @@ def model_of(target: Any) -> Any:
     return target.model if isinstance(target, LoadedTarget) else target
 
 
-def arrays_of(target: Any, *asked: Any) -> Mapping[str, Any] | None:
+def arrays_of(target: Any, *options: Any) -> Mapping[str, Any] | None:
     """The arrays of a target without torch weights; None for a live model.
 
     Arguments and errors are those of `LoadedTarget.arrays_for`.
     """
-    return target.arrays_for(*asked) if isinstance(target, LoadedTarget) else None
+    return target.arrays_for(*options) if isinstance(target, LoadedTarget) else None
 
 
-def mesh_of(target: Any, asked: Any, replicas: int = 1) -> Any:
-    """The devices to decode on: ``asked``, else those of a loaded target.
+def mesh_of(target: Any, requested: Any, replicas: int = 1) -> Any:
+    """The devices to decode on: ``requested``, else those of a loaded target.
 
     Raises:
         ValueError: the target is on other devices.
     """
     if not isinstance(target, LoadedTarget):
-        return asked
-    return target.mesh_for(asked, replicas)
+        return requested
+    return target.mesh_for(requested, replicas)
 
 
 def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:

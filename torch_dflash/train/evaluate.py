@@ -96,7 +96,7 @@ def evaluate(
     check_some_fit(tokenizer, prompts, longest, options.chat_template_kwargs)
     stops = default_stop_ids(target, tokenizer)
     decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options, stops)
-    turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
+    turns, answered, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
     with progress_bar(True, total=turns, desc=name, unit="turn") as bar:
         size, template = options.batch_size, options.chat_template_kwargs
         for batch in converse(
@@ -105,17 +105,17 @@ def evaluate(
             texts = [item.response for item in batch]
             stopped = [text[-1] in stops for text in texts]
             ngram += replay_ngram([item.ids for item in batch], texts, stopped, decode.width)
-            asked += len(batch)
+            answered += len(batch)
             bar.update(len(batch))
             bar.set_postfix(acceptance=decode.mean)
-        bar.set_postfix(acceptance=decode.mean, left_out=turns - asked)
+        bar.set_postfix(acceptance=decode.mean, left_out=turns - answered)
     return Evaluation(
         drafter=Acceptance(decode.lengths, decode.width),
         ngram=Acceptance(ngram, decode.width),
         prompts=len(prompts),
         new_tokens=decode.new_tokens,
         seconds=time.monotonic() - started,
-        left_out=turns - asked,
+        left_out=turns - answered,
     )
 
 
@@ -200,10 +200,10 @@ def replay_ngram(
         true = _window(text, length + 1, width)
         same = (draft.tokens == true[:, :-1]) & (torch.arange(width - 1) < draft.valid[:, None])
         count = 1 + torch.cumprod(same.to(torch.int32), dim=1).sum(1)
-        room = end - 1 - length
+        remaining = end - 1 - length
         # As in a real run: a stop id trims a round, and a round cut by the cap is left out.
-        lengths += torch.minimum(count, room)[live & (complete | (count <= room))].tolist()
-        step = torch.where(live, torch.minimum(count, room), 0).to(torch.int32)
+        lengths += torch.minimum(count, remaining)[live & (complete | (count <= remaining))].tolist()
+        step = torch.where(live, torch.minimum(count, remaining), 0).to(torch.int32)
         state = proposer.observe(state, None, _window(text, length, width), true, step)
         length = length + step
     return lengths

@@ -167,13 +167,13 @@ def add_figures(directory: Path, figures: dict[str, Any]) -> None:
     commands = commands.replace(str(Path.home()), "~")
     width = options.get("verify_width")
     template = options.get("chat_template_kwargs")
-    asked = f", chat template with `{json.dumps(template)}`" if template else ""
+    template_note = f", chat template with `{json.dumps(template)}`" if template else ""
     verified = "the whole block" if width is None else f"{width} rows of each block"
     text = f"""{before}
 
 {HEADING}
 Greedy, first {options["limit"]} prompts of each set, {options["max_new_tokens"]} new tokens at most.
-The target in {options["target_dtype"]}, {verified} verified{asked}.
+The target in {options["target_dtype"]}, {verified} verified{template_note}.
 {"; ".join(machines)}. Numbered columns: share of rounds in which draft k and all before it were
 accepted. N-gram lookup on the same texts.
 

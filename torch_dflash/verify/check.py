@@ -109,7 +109,7 @@ class Trial(NamedTuple):
 class _Verdict(NamedTuple):
     """The fault of a class with one structure, or None; valid while ``guard`` holds."""
 
-    asked: tuple
+    key: tuple
     guard: Guard
     fault: str | None
 
@@ -157,13 +157,13 @@ def _faults(target: PreTrainedModel, shape: tuple[str, int, int], runtime: str) 
 def _fault_of_class(target: Any, shape: tuple[str, int, int], passes: tuple, runtime: str) -> str | None:
     """The twin's fault, cached for all models of the class with the same structure."""
     known = _verdicts.setdefault(type(target), [])
-    asked = repr(target.config.to_dict()), tuple(map(type, parts_of(target.config))), shape, runtime
+    key = repr(target.config.to_dict()), tuple(map(type, parts_of(target.config))), shape, runtime
     for verdict in known:
-        if verdict.asked == asked and verdict.guard.holds():
+        if verdict.key == key and verdict.guard.holds():
             return verdict.fault
     fault = TWIN.fault(target, shape, passes)
     known[MOST_KNOWN:] = []
-    known.insert(0, _Verdict(asked, Guard.of_classes(target), fault))
+    known.insert(0, _Verdict(key, Guard.of_classes(target), fault))
     return fault
 
 

@@ -1,4 +1,4 @@
-"""tpu-inference 0.32.0 on CPUs: what it asks of a TPU, and its attention kernel in plain JAX."""
+"""tpu-inference 0.32.0 on CPUs: stand-ins for a TPU's answers, and its attention kernel in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def apply():
     utils.get_device_name = lambda count=None: "TPU v6e"
     utils.hbm_usage_bytes = lambda devices: [(0, 1 << 30) for _ in devices]
     attention.ragged_paged_attention = ragged_paged_attention
-    # It loads no PyTorch target in float32: a weight that NumPy has looked at cannot be freed by `resize_`.
+    # It loads no PyTorch target in float32: `resize_` cannot free a weight with a NumPy view.
     load = linear.t2j
     linear.t2j = lambda tensor, **options: load(tensor.clone(), **options)
 

@@ -1,4 +1,4 @@
-"""What vLLM looks for to choose its TPU platform."""
+"""A stand-in for libtpu: vLLM chooses the TPU platform if the module exists."""
 
 __version__ = "0.0.48"
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torch_dflash.cli.arguments import check_device, template_options
 from torch_dflash.cli.command import options_of, read_options
-from torch_dflash.cli.train.stage import load, paths_option, room, stage
+from torch_dflash.cli.train.stage import load, longest_text, paths_option, stage
 from torch_dflash.train.options import FeatureOptions
 
 
@@ -26,7 +26,7 @@ def run(arguments: SimpleNamespace) -> int:
     check_device(arguments)
     answers = with_template(read_answers(arguments.answers), template_options(arguments))
     loaded = load(arguments)
-    sequences = encode_answers(loaded.tokenizer, answers, room(loaded.target, options.max_length))
+    sequences = encode_answers(loaded.tokenizer, answers, longest_text(loaded.target, options.max_length))
     cache_features(loaded.target, sequences, arguments.out, options)
     write_data(arguments.out, describe(answers, arguments.answers))
     return 0

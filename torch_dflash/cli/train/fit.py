@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch_dflash.cli.arguments import check_device, runtime, template_options
 from torch_dflash.cli.command import COUNT, option, options_of, read_options
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.train.stage import TEMPLATE, load, paths_option, room, stage, target_name
+from torch_dflash.cli.train.stage import TEMPLATE, load, longest_text, paths_option, stage, target_name
 from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.train.fit.options import SIZES_OF_HEADS, DrafterShape, FitOptions, Objective
 
@@ -77,7 +77,7 @@ def run(arguments: SimpleNamespace) -> int:
     if arguments.features:
         sequences = CachedSequences(arguments.features)
     else:
-        encoded = encode_answers(loaded.tokenizer, answers, room(loaded.target, arguments.max_length))
+        encoded = encode_answers(loaded.tokenizer, answers, longest_text(loaded.target, arguments.max_length))
         wanted = (*taps, student.last_layer) if objective.distils else taps
         dtype = torch.bfloat16 if half else torch.float32
         sequences = OnlineSequences(encoded, FeatureExtractor(loaded.target, wanted, dtype, "eager"))

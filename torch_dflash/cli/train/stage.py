@@ -82,7 +82,7 @@ def load(arguments: SimpleNamespace, drafter: str = "none", device: str | None =
     return load_named(arguments.target, drafter, dtype=arguments.target_dtype, device=place, offered=["demo"])
 
 
-def room(target: Any, max_length: int) -> int:
+def longest_text(target: Any, max_length: int) -> int:
     """Length of the longest sequence, by ``max_length`` and the target's context."""
     from torch_dflash.checks import context_of
 

@@ -159,11 +159,11 @@ def _check_rest(stored: dict[str, Stored], source: Any) -> None:
 
 def _check_dtype(given: dict[str, Any]) -> None:
     for name in _DTYPES:
-        asked = given.get(name)
-        found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+        value = given.get(name)
+        found = getattr(torch, value, None) if isinstance(value, str) else value
         weights = isinstance(found, torch.dtype) and found.is_floating_point
-        if asked not in (None, "auto") and not weights:
-            raise ValueError(f"{name}={asked!r}: must be a float type such as torch.bfloat16, or 'auto'.")
+        if value not in (None, "auto") and not weights:
+            raise ValueError(f"{name}={value!r}: must be a float type such as torch.bfloat16, or 'auto'.")
 
 
 def _require_safetensors(source: Any, given: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def _require_safetensors(source: Any, given: dict[str, Any]) -> None:
 
 
 _LAYER, _SELECTOR = "layers.0.", "candidate_selector."
-SAID_BY = {
+SHAPE_SOURCES = {
     "hidden_size": "norm.weight",
     "intermediate_size": _LAYER + "mlp.gate_proj.weight",
     "head_dim": _LAYER + "self_attn.q_norm.weight",
@@ -214,10 +214,10 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], kind: Any, config: Any, 
         with torch.device("meta"):
             own = {name: tuple(one.shape) for name, one in kind(config).state_dict().items() if name != "d2t"}
     except RuntimeError as error:  # a product of sizes that no tensor has
-        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in list(SAID_BY)[:4])
+        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in list(SHAPE_SOURCES)[:4])
         raise ValueError(f"{sizes} in {source}: no tensor is so large; {wrong}") from error
     others = {name: shape for name, shape in own.items() if name in found and found[name] != shape}
-    for field, name in SAID_BY.items():
+    for field, name in SHAPE_SOURCES.items():
         if name in others:
             raise ValueError(
                 f"{field}={getattr(config, field)} in {source}: {name} would have shape {own[name]}, in its "

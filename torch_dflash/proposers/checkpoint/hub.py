@@ -55,18 +55,18 @@ class OnHub:
             ValueError: `save_pretrained` or the card refuses, before any request to the hub.
             huggingface_hub.errors.HfHubHTTPError: the hub refuses.
         """
-        said: Any = {"target": target, "license": license, "acceptance": acceptance, "tags": tags}
-        keeps = card is None and not any(said.values())
+        facts: Any = {"target": target, "license": license, "acceptance": acceptance, "tags": tags}
+        keeps = card is None and not any(facts.values())
         with tempfile.TemporaryDirectory() as folder:
             # Both may refuse: before the repository is created.
             self.save_pretrained(folder, max_shard_size=max_shard_size)
-            hub_card(self, repo_id, **said)
+            hub_card(self, repo_id, **facts)
             api = HfApi(token=token, library_name="torch-dflash")
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with its owner
             if revision is not None and not revision.startswith("refs/pr") and not create_pr:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             if not (keeps and api.file_exists(repo_id, CARD, revision=revision)):
-                (card or hub_card(self, repo_id, **said)).save(Path(folder, CARD))
+                (card or hub_card(self, repo_id, **facts)).save(Path(folder, CARD))
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
@@ -169,5 +169,5 @@ def _tables(config: Any) -> str:
     own = extras_of(config)
     if not own:
         return "It has no embedding and no head: both are the target's."
-    said = ", ".join(f"`{name}={value}`" for name, value in own.items())
-    return f"It has parts that only torch-dflash reads from these files: {said}."
+    shown = ", ".join(f"`{name}={value}`" for name, value in own.items())
+    return f"It has parts that only torch-dflash reads from these files: {shown}."

@@ -30,8 +30,8 @@ def in_our_names(
     files = check_files(source, given, kind, target)
     if files is None:
         return (source,), given
-    alike = all(piece.stored.name == name and piece.turned is None for name, piece in files.pieces.items())
-    if files.layout is ZLAB and alike and not any(getattr(files.config, field) for field in OWN):
+    plain = all(piece.stored.name == name and piece.turned is None for name, piece in files.pieces.items())
+    if files.layout is ZLAB and plain and not any(getattr(files.config, field) for field in OWN):
         return (source,), files.left | {"config": files.config}
     tensors = {name: piece.read() for name, piece in files.pieces.items()}
     if files.mask is not None:

@@ -118,10 +118,10 @@ class DFlashProposer(Proposer):
         return replace(pstate, context=context, buffered=pstate.buffered + count)
 
     def skip(self, pstate, anchor, length, embed, head) -> DFlashState:
-        return self._with_room(pstate, 1)
+        return self._with_free_rows(pstate, 1)
 
     def idle(self, pstate, anchor, length, embed, head) -> DFlashState:
-        return self._with_room(pstate, pstate.context.shape[1])
+        return self._with_free_rows(pstate, pstate.context.shape[1])
 
     def cost(self, plan, context) -> Cost:
         cached = flops = 0
@@ -136,7 +136,7 @@ class DFlashProposer(Proposer):
             weights += [layer.input_layernorm] if layer.norms_context else []
         return Cost(cached, flops * plan.batch_size * self.width, tuple(weights))
 
-    def _with_room(self, pstate: DFlashState, rows: int) -> DFlashState:
+    def _with_free_rows(self, pstate: DFlashState, rows: int) -> DFlashState:
         full = (pstate.buffered > pstate.context.shape[1] - rows).any()
         return branch(full, self._flush, lambda pstate: pstate, pstate)
 
@@ -152,21 +152,21 @@ class DFlashProposer(Proposer):
         )
         return replace(pstate, layers=layers, length=pstate.length + count)
 
-    def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, DFlashState]:
-        return self.propose(pstate, anchor, length, embed, head, asked)
+    def draft(self, pstate, anchor, length, embed, head, request) -> tuple[Draft, DFlashState]:
+        return self.propose(pstate, anchor, length, embed, head, request)
 
     def propose(
-        self, pstate, anchor, length, embed, head, asked: DraftRequest | None = None
+        self, pstate, anchor, length, embed, head, request: DraftRequest | None = None
     ) -> tuple[Draft, DFlashState]:
         hidden, pstate = self._block(pstate, anchor, length, embed)
-        noise = None if asked is None else _noise(length, asked)
+        noise = None if request is None else _noise(length, request)
         tokens = self.drafter.choose(hidden, anchor, head, noise)
         return Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1)), pstate
 
-    def nodes(self, pstate, anchor, length, embed, head, asked) -> tuple[Nodes, DFlashState]:
+    def nodes(self, pstate, anchor, length, embed, head, request) -> tuple[Nodes, DFlashState]:
         hidden, pstate = self._block(pstate, anchor, length, embed)
-        following = self.drafter.branches(hidden, head, _noise(length, asked), children(asked.rows))
-        return beam(following, anchor, self.width - 1, asked.rows), pstate
+        following = self.drafter.branches(hidden, head, _noise(length, request), children(request.rows))
+        return beam(following, anchor, self.width - 1, request.rows), pstate
 
     def _block(self, pstate: DFlashState, anchor, length, embed) -> tuple[Tensor, DFlashState]:
         """(Hidden states [B, N, H] of the drafting rows, the state after the pass)."""
@@ -209,9 +209,9 @@ def _rings(pstate: DFlashState) -> tuple[RingLayer, ...]:
     return tuple(layer for layer in pstate.layers if isinstance(layer, RingLayer))
 
 
-def _noise(length: Tensor, asked: DraftRequest) -> Noise:
+def _noise(length: Tensor, request: DraftRequest) -> Noise:
     """The sampled rows' noise at the positions of their drafts."""
-    sampling, sampled = asked.sampling, asked.sampling.temperature > 0
+    sampling, sampled = request.sampling, request.sampling.temperature > 0
     return Noise(
         sampled,
         lambda logits, ids: noisy_logits(logits, positions(length + 1, logits.shape[1]), sampling, ids),

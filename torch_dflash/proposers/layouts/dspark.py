@@ -44,21 +44,21 @@ def _fields(config: Fields, where: Any) -> Fields:
         raise ValueError(f"architectures={named} in {where}: of DSpark's known: {', '.join(CLASSES)}.")
     own = (config.get(INSIDE) or {}) | nested(config)
     found = {name: config.get(name, config.get(f"dspark_{name}")) for name in (*_OWN, *MARKOV, *_OTHERS)}
-    said = {name: value for name, value in found.items() if value is not None} | own
-    if said.get("attention_mode") not in (None, "gqa"):
-        raise ValueError(f"attention_mode={said['attention_mode']!r} in {where}: only 'gqa' is known here.")
+    fields = {name: value for name, value in found.items() if value is not None} | own
+    if fields.get("attention_mode") not in (None, "gqa"):
+        raise ValueError(f"attention_mode={fields['attention_mode']!r} in {where}: only 'gqa' is known here.")
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
         raise ValueError(f"layer_types={kinds!r} in {where}: only full_attention is known in this layout.")
-    rank = required(said, "markov_rank", where)
-    check_markov(said.get("markov_head_type", "vanilla"), rank, where)
+    rank = required(fields, "markov_rank", where)
+    check_markov(fields.get("markov_head_type", "vanilla"), rank, where)
     read = without(config, (*MARKOV, *CONFIDENCE, *_OTHERS, *_TOP))
     if DEEPSPEC in named:
         read = _whole_heads(read)
-    read |= {"num_target_layers": said.get("num_target_layers"), "markov_rank": rank}
-    read |= {"sample_from_anchor": switch(said, "sample_from_anchor", where, True)}
-    read |= {"is_causal": config.get("is_causal", said.get("causal"))}
-    needed = {name: required(said, name, where) for name in _OWN}
+    read |= {"num_target_layers": fields.get("num_target_layers"), "markov_rank": rank}
+    read |= {"sample_from_anchor": switch(fields, "sample_from_anchor", where, True)}
+    read |= {"is_causal": config.get("is_causal", fields.get("causal"))}
+    needed = {name: required(fields, name, where) for name in _OWN}
     return zlabs(read, "DFlashDraftModel", **needed)
 
 

@@ -121,5 +121,5 @@ def whole_fields(kind: Any, given: Fields, where: Any) -> Fields:
 def refused_field(error: Exception, given: Fields, where: str) -> ValueError:
     """A config class's error as a `ValueError` with the field, its value and the fix."""
     named = next((name for name in given if f"'{name}'" in str(error) or f"`{name}`" in str(error)), None)
-    said = where if named is None else f"{named}={given[named]!r} in {where}"
-    return ValueError(f"{said}: {error.__cause__ or error}; correct it in config.json.")
+    subject = where if named is None else f"{named}={given[named]!r} in {where}"
+    return ValueError(f"{subject}: {error.__cause__ or error}; correct it in config.json.")

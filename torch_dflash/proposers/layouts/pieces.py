@@ -91,17 +91,17 @@ def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, T
     if fused is None:
         return {name: TensorSlice(stored)}
     if fused == "qkv_proj":
-        said = ["num_attention_heads", "num_key_value_heads", "head_dim"]
-        heads, dim = count(fields, said[0], where), count(fields, said[2], where)
-        groups = heads if fields.get(said[1]) is None else count(fields, said[1], where)
+        names = ["num_attention_heads", "num_key_value_heads", "head_dim"]
+        heads, dim = count(fields, names[0], where), count(fields, names[2], where)
+        groups = heads if fields.get(names[1]) is None else count(fields, names[1], where)
         sizes = [heads * dim, groups * dim, groups * dim]
     else:
-        said = ["intermediate_size"]
-        sizes = [count(fields, said[0], where)] * 2
+        names = ["intermediate_size"]
+        sizes = [count(fields, names[0], where)] * 2
     if stored.shape[:1] != (sum(sizes),):
         raise ValueError(
             f"{stored.name} in {where} has shape {stored.shape}; by the config its rows are {sizes} "
-            f"({', '.join(said)}); config and weights are of different drafters."
+            f"({', '.join(names)}); config and weights are of different drafters."
         )
     parts = zip(_FUSED[fused], (sum(sizes[:at]) for at in range(len(sizes))), sizes, strict=True)
     return {name.replace(fused, part): TensorSlice(stored, start, rows) for part, start, rows in parts}

@@ -33,16 +33,16 @@ def _with_head(config: Fields, where: Any) -> Fields:
     Raises:
         ValueError: another kind of head, or a Markov head without ``sample_from_anchor``.
     """
-    said = {name: config.get(name) for name in MARKOV}
-    if said["markov_head_type"] is None:
+    fields = {name: config.get(name) for name in MARKOV}
+    if fields["markov_head_type"] is None:
         return config
-    if said["markov_rank"] and said["sample_from_anchor"] is None:
+    if fields["markov_rank"] and fields["sample_from_anchor"] is None:
         raise ValueError(
             f"sample_from_anchor is missing in {where}/config.json, which has markov_head_type="
-            f"{said['markov_head_type']!r}: add true if the anchor's row says the first draft (DeepSpec), or "
-            "false if the row behind it does (z-lab)."
+            f"{fields['markov_head_type']!r}: add true if the anchor's row says the first draft (DeepSpec), "
+            "or false if the row behind it does (z-lab)."
         )
-    check_markov(said["markov_head_type"], said["markov_rank"], where)
+    check_markov(fields["markov_head_type"], fields["markov_rank"], where)
     return without(config, ("markov_head_type", *CONFIDENCE))
 
 

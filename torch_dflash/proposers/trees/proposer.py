@@ -32,10 +32,10 @@ class BestNodes(Several):
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
         return self.draft(pstate, anchor, length, embed, head, DraftRequest(_greedy(anchor), self.width))
 
-    def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
-        most, states, tree = asked.rows - 1, [], None
+    def draft(self, pstate, anchor, length, embed, head, request) -> tuple[Draft, States]:
+        most, states, tree = request.rows - 1, [], None
         for part, state in zip(self.parts, pstate.parts, strict=True):
-            found = part.nodes(state, anchor, length, embed, head, asked)
+            found = part.nodes(state, anchor, length, embed, head, request)
             nodes, state = known_nodes(part, found, len(anchor))
             nodes = best(nodes, most)
             tree = nodes if tree is None else best(join(tree, nodes, self.deepest), most)

@@ -51,13 +51,13 @@ def converse(
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
             responses = answer([ids for _, _, ids in batch])
-            asked = []
+            exchanges = []
             for (prompt, messages, ids), response in zip(batch, responses, strict=True):
-                asked.append(Exchange(prompt.source, messages, ids, response))
+                exchanges.append(Exchange(prompt.source, messages, ids, response))
                 if turn < len(prompt.turns):
                     text = tokenizer.decode(response, skip_special_tokens=True)
                     talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))
-            yield asked
+            yield exchanges
 
 
 def check_turns(tokenizer: Any, prompts: list[Prompt]) -> None:

@@ -160,10 +160,10 @@ def _answer(path: Path, number: int, line: Any) -> Answer:
     fields = line if isinstance(line, dict) else {}
     messages = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
     ids: Any = fields.get("response_ids")
-    said = isinstance(messages, list) and all(
+    valid = isinstance(messages, list) and all(
         isinstance(item, dict) and isinstance(item.get("content"), str) for item in messages
     )
-    if not said or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+    if not valid or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise StageError(
             f"{path}:{number} is not an answer of the target ({str(line)[:80]}): needs messages (or prompt) "
             "and response_ids; `torch-dflash train regenerate` writes such files."

@@ -113,8 +113,8 @@ def data_section(data: dict[str, Any] | None) -> str:
     )
     how = "; ".join(_how(settings) for settings in data["answered"]) or "How they were made is not recorded"
     template = " or ".join(f"`{json.dumps(one)}`" for one in data[TEMPLATE] if one)
-    asked = f" Chat template with {template}." if template else ""
-    return f"""{answers:,} answers, {tokens:,} tokens. {how}.{asked}
+    template_note = f" Chat template with {template}." if template else ""
+    return f"""{answers:,} answers, {tokens:,} tokens. {how}.{template_note}
 
 | source of the prompts | answers | tokens |
 | --- | --- | --- |

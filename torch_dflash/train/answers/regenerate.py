@@ -88,7 +88,7 @@ def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int)
         template=template,
     )
     return [
-        Answer(asked.source, asked.messages, asked.response, template) for batch in batches for asked in batch
+        Answer(item.source, item.messages, item.response, template) for batch in batches for item in batch
     ]
 
 

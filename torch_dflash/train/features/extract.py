@@ -118,7 +118,7 @@ class FeatureExtractor:
         if outside:
             known = f"the target's {layers} layers, 0 to {layers - 1}"
             raise ValueError(f"taps={list(taps)}: {outside} lie outside {known}; choose among these.")
-        self.target, self.taps, self.dtype = target, tuple(taps), dtype
+        self.target, self.taps, self.dtype, self.runtime = target, tuple(taps), dtype, runtime
         self._recorder = FeatureRecorder(self.taps, target.get_input_embeddings().weight.shape[1], dtype)
         self._engines: dict[tuple[int, int], Engine] = {}
         self._skeleton = None
@@ -141,8 +141,8 @@ class FeatureExtractor:
         engine = self._engine(len(rows), width)
         # The engine needs room for one more token. Where the context has none, the last token is left out and
         # gets features of padding; no training block reads the last token's features.
-        room = engine.plan.capacity - 1
-        state = engine.start(ids[:, :room], mask[:, :room], max_new_tokens=1, do_sample=False)
+        capacity = engine.plan.capacity - 1
+        state = engine.start(ids[:, :capacity], mask[:, :capacity], max_new_tokens=1, do_sample=False)
         return engine.runtime.fetch(state.proposer.features)[: len(rows), :width]
 
     def _forward(self, ids: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class FeatureExtractor:
         size, longest = 1 << (rows - 1).bit_length(), max(64, bucket(width))
         if (size, longest) not in self._engines:
             capacity = min(longest + 1, context_of(self.target))
-            options = EngineOptions(max_length=capacity, batch_size=size, filters=False)
+            options = EngineOptions(max_length=capacity, batch_size=size, filters=False, runtime=self.runtime)
             self._engines[size, longest] = Engine(self.target, self._recorder, options)
         return self._engines[size, longest]
 

@@ -50,8 +50,8 @@ def reading_tensors(path: Path, remedy: str) -> Iterator[tuple[Any, dict[str, st
 
 
 def _begun(metadata: dict[str, str]) -> int:
-    said = sorted(item for item in metadata.items() if item[0] != "checksum")
-    return zlib.crc32(json.dumps(said).encode())
+    items = sorted(item for item in metadata.items() if item[0] != "checksum")
+    return zlib.crc32(json.dumps(items).encode())
 
 
 def _added(value: int, name: str, tensor: Tensor) -> int:

@@ -224,11 +224,11 @@ def _rounded(values: torch.Tensor) -> list[float]:
 @contextmanager
 def stop_requested() -> Iterator[list[int]]:
     """A list that fills on a request to stop (Ctrl-C, SIGTERM); a second request kills the process."""
-    asked: list[int] = []
+    signals: list[int] = []
     before = {}
 
     def note(number, _frame):
-        asked.append(number)
+        signals.append(number)
         signal.signal(number, before[number])
 
     try:
@@ -237,7 +237,7 @@ def stop_requested() -> Iterator[list[int]]:
     except ValueError:  # not the main thread, which handles the signals
         pass
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

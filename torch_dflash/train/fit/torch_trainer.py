@@ -102,8 +102,8 @@ class TorchTrainer:
     def agreed(self, stop: bool) -> bool:
         if self.accelerator.num_processes == 1:
             return stop
-        asked = torch.tensor(float(stop), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, "sum") > 0)
+        requests = torch.tensor(float(stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(requests, "sum") > 0)
 
     def checkpoint(self, step: int, seconds: float) -> FitCheckpoint:
         state = self.optimizer.state
