@@ -35,13 +35,12 @@ class UnionProposer(Several):
         self.name = f"{lookup.name} or {inner.name}"
         self.lookup, self.width, self.most = lookup, inner.width, min(given.width, inner.width)
 
-    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
-        return self._draft(pstate, anchor, length, embed, head, None)
-
     def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
-        return self._draft(pstate, anchor, length, embed, head, asked)
+        return self.propose(pstate, anchor, length, embed, head, asked)
 
-    def _draft(self, pstate, anchor, length, embed, head, asked: DraftRequest | None) -> tuple[Draft, States]:
+    def propose(
+        self, pstate, anchor, length, embed, head, asked: DraftRequest | None = None
+    ) -> tuple[Draft, States]:
         found, lookup = self.lookup.look_up(pstate.parts[0], anchor, length)
         long = found.matched >= LONG
 

@@ -33,29 +33,11 @@ HONOURED = frozenset(
 # They change no token here: they speak of beams, of an assistant, of transformers' own caches and graphs, or
 # of a prompt that is absent.
 HARMLESS = frozenset(
-    {
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "bos_token_id",
-        "cache_config",
-        "cache_implementation",
-        "compile_config",
-        "continuous_batching_config",
-        "decoder_start_token_id",
-        "disable_compile",
-        "early_stopping",
-        "length_penalty",
-        "low_memory",
-        "max_cache_len",
-        "max_matching_ngram_size",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "prefill_chunk_size",
-        "renormalize_logits",
-        "target_lookbehind",
-        "transformers_version",
-        "use_cache",
-    }
+    "assistant_confidence_threshold assistant_lookbehind bos_token_id cache_config cache_implementation "
+    "compile_config continuous_batching_config decoder_start_token_id disable_compile early_stopping "
+    "length_penalty low_memory max_cache_len max_matching_ngram_size num_assistant_tokens "
+    "num_assistant_tokens_schedule prefill_chunk_size renormalize_logits target_lookbehind "
+    "transformers_version use_cache".split()
 )
 
 # They change the text, or ask for what a round does not keep: refused unless neutral. An empty list
