@@ -9,26 +9,11 @@ from transformers import GenerationConfig
 
 from torch_dflash.requests.rules import KINDS, ours
 
-HONOURED = frozenset(
-    {
-        "max_length",
-        "max_new_tokens",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "eos_token_id",
-        "pad_token_id",
-        "return_dict_in_generate",
-        "stop_strings",
-        "max_time",
-        "num_return_sequences",
-        "output_scores",
-        "output_logits",
-        *KINDS,
-    }
-) - {*ours()}
+_READ = frozenset(
+    "max_length max_new_tokens do_sample temperature top_k top_p min_p eos_token_id pad_token_id "
+    "return_dict_in_generate stop_strings max_time num_return_sequences output_scores output_logits".split()
+)
+HONOURED = _READ.union(KINDS) - {*ours()}
 
 # They change no token here: they speak of beams, of an assistant, of transformers' own caches and graphs, or
 # of a prompt that is absent.
