@@ -292,16 +292,12 @@ def draft_pass(pair: Pair, state: DecodeState, features: Tensor | None) -> Decod
     return replace(state, tokens=tokens, proposer=pstate)
 
 
-def _lower_pass(pair: Pair, step: Callable) -> Callable:
-    return lower(partial(pair.run, step))
-
-
 STEPS: dict[str, Callable[[Pair], Callable]] = {
     "prefill": lower_prefill,
     "round": lambda pair: lower(partial(decode_round, pair)),
     "chunk": lower_rounds,
-    "verify": lambda pair: _lower_pass(pair, verify_pass),
-    "draft": lambda pair: _lower_pass(pair, draft_pass),
+    "verify": lambda pair: lower(partial(pair.run, verify_pass)),
+    "draft": lambda pair: lower(partial(pair.run, draft_pass)),
 }
 """Functions of ``(params, state)``; the state is donated.
 

@@ -141,9 +141,7 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: S
     reads = _sizes(weights)
     for name, (count, chosen) in expert_weights(pair, weights).items():
         reads[name] = round(reads[name] * min(1.0, batch * rows * chosen / count))
-    cached = sum(
-        (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, rows) for spec in target.specs
-    )
+    cached = cached_values(target, context, rows)
     item = params[_names(pair)[id(target.model.get_input_embeddings().weight)]].dtype.itemsize
     states = sum(spec.state_bytes(item) for spec in target.specs)
     held = item * cached // shares.target + 2 * states // shares.states
@@ -173,6 +171,13 @@ def expert_weights(pair: Pair, weights: Shapes) -> dict[str, tuple[int, int]]:
             own = (name for name in weights if name.startswith(path + "."))
             found |= {name: (count, chosen) for name in own if weights[name].shape[0] == count}
     return found
+
+
+def cached_values(target: Any, context: int, rows: int) -> int:
+    """Values of K and V that ``rows`` queries of one sequence read, in all layers."""
+    return sum(
+        (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, rows) for spec in target.specs
+    )
 
 
 def _seen(context: int, window: int | None, rows: int) -> int:

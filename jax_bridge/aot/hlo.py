@@ -7,14 +7,9 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
+COLLECTIVES = tuple(
+    "all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all "
+    "reduce-scatter".split()
 )
 _BITS = {"pred": 8, "bf16": 16, "f4e2m1fn": 4, "token": 0, "c64": 64, "c128": 128}
 _BITS |= {f"{kind}{bits}": bits for kind in "suf" for bits in (1, 2, 4, 8, 16, 32, 64)}

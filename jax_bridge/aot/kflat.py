@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jax_bridge.aot.compile import AbstractPair
-from jax_bridge.aot.floor import CHIPS, Chip, expert_weights, floor_of, target_weights
+from jax_bridge.aot.floor import CHIPS, Chip, cached_values, expert_weights, floor_of, target_weights
 from torch_dflash.decode import Pair
 from torch_dflash.targets.experts import FEW_PAIRS as FEW
 
@@ -79,10 +79,7 @@ def work_of(pair: Pair, weights: WeightCounts, context: int, batch: int, rows: i
     few = every * weights.chosen <= min(FEW, weights.count - 1)
     read = weights.experts * (every * share if few else 1)
     cached = sum((spec.k_dim + spec.v_dim) * spec.heads for spec in target.specs)
-    held = sum(
-        (spec.k_dim + spec.v_dim) * spec.heads * min(context, (spec.window or context) + rows - 1)
-        for spec in target.specs
-    )
+    held = cached_values(target, context, rows)
     seen = context + (rows + 1) / 2  # half of the rows themselves, on average
     attended = sum((spec.k_dim + spec.v_dim) * min(spec.window or seen, seen) for spec in target.specs)
     states = 2 * sum(spec.state_bytes(item) for spec in target.specs)

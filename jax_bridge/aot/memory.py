@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import generation_of
-from jax_bridge.aot.report import CompileError, libtpu_version
+from jax_bridge.aot.report import CompileError, compiling, libtpu_version
 from jax_bridge.aot.shapes import find_topology, slice_devices
 from jax_bridge.aot.sizes import HBM, PROGRAMS, Size, Spread, needed, smallest_slices, spread, temporaries
 from jax_bridge.aot.traffic import Laid, Unfilled
@@ -196,11 +195,7 @@ class _Fit:
         layers = "all" if whole else str(self.pair.layers)
         rows = f"{size.batch} x {size.context}"
         self.status(f"compiling {program} of {layers} layers for {self.pair.topology}, {rows} positions ...")
-        try:
+        with compiling(program, self.pair.topology):
             step = self.pair.compiled(size, program, whole)
-        except jax.errors.JaxRuntimeError as error:
-            raise CompileError(
-                f"{program} for {self.pair.topology}: {' '.join(str(error).split())[:300]}"
-            ) from error
         self.status(f"  {step.compile_seconds:.1f} s, {temporaries(step) / 1e6:.1f} MB besides")
         return step

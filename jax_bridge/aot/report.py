@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ PASSES = ("verify", "draft", "round")
 
 class CompileError(RuntimeError):
     """The compiler refused the program; most often it does not fit the chip's HBM."""
+
+
+@contextmanager
+def compiling(what: str, topology: str) -> Iterator[None]:
+    """Turns the compiler's refusal of ``what`` into a `CompileError`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise CompileError(f"{what} for {topology}: {' '.join(str(error).split())[:400]}") from error
 
 
 def check_topology(topology: str) -> None:
@@ -70,10 +80,8 @@ def report(
     steps: dict[str, CompiledStep] = {}
     for name in passes:
         status(f"compiling {name} for {topology} ...")
-        try:
+        with compiling(name, topology):
             steps[name] = step = compile_step(model, name, topology=topology, chips=chips)
-        except jax.errors.JaxRuntimeError as error:
-            raise CompileError(f"{name} for {topology}: {' '.join(str(error).split())[:400]}") from error
         status(f"  {step.compile_seconds:.1f} s, {step.traffic_bytes / 1e9:.3f} GB a run")
         if dump is not None:
             _dump(Path(dump) / f"{name}.hlo.txt", step.hlo, status)

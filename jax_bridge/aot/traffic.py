@@ -27,19 +27,10 @@ from jax_bridge.aot.hlo import Instruction, Program, all_bytes, array_bytes, hbm
 from jax_bridge.device_memory import bytes_of
 from jax_bridge.kernels.block_attention import CONTEXT, NAME, slots_read
 
-_FREE = {
-    "add-dependency",
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "iota",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-}
+_FREE = set(
+    "add-dependency after-all bitcast constant get-tuple-element iota opt-barrier parameter partition-id "
+    "replica-id tuple".split()
+)
 _SLICES = {"slice", "dynamic-slice"}
 _RESHAPED = {"bitcast", "convert", "copy", "reshape", "transpose"}  # element by element, on demand
 Body = dict[str, Instruction]

@@ -38,15 +38,8 @@ from torch_dflash.targets.auto import auto_class
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Errors that model classes raise for fields of senseless values.
-_UNBUILDABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-)
+_UNBUILDABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+_UNBUILDABLE += (StrictDataclassError,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import click
 
 from torch_dflash.checks import CACHES, check_mesh, context_of
 from torch_dflash.cli.command import COUNT, MODEL, flag, number_or_word, option
-from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.errors import UserError, refusing
 from torch_dflash.published.rows import checkpoints
 from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
@@ -77,10 +77,8 @@ def check_call_options(arguments: SimpleNamespace) -> None:
                 "--temperature."
             )
     check_device(arguments)
-    try:
+    with refusing(ValueError, before="--"):
         check_mesh(arguments.mesh, arguments.runtime, getattr(arguments, "replicas", 1))
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
     template_options(arguments)
 
 

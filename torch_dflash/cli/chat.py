@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_dflash.checks import context_of
 from torch_dflash.cli.arguments import check_call_options, decoding, template_options
 from torch_dflash.cli.command import command, option
-from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
+from torch_dflash.cli.errors import UserError, fail, hang_up, one_line, refusing
 from torch_dflash.progress import coloured, print_status
 from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
@@ -57,11 +57,9 @@ def run(arguments: SimpleNamespace) -> int:
             "one or lower the other."
         )
     engine = job.engine(length - arguments.max_new_tokens, 1, job.streamed_rounds)
-    try:
-        template = template_options(arguments)
+    template = template_options(arguments)
+    with refusing(ValueError, before=f"--model {arguments.target}: "):
         chat = Chat(engine, job.loaded.tokenizer, template_options=template, **job.options)
-    except ValueError as error:
-        raise UserError(f"--model {arguments.target}: {one_line(error)}") from None
     if RUNTIMES[arguments.runtime].compiles:
         engine.warmup()
     return Conversation(chat, job).talk()

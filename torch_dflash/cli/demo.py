@@ -10,7 +10,7 @@ import click
 from torch_dflash.checks import check_arithmetic
 from torch_dflash.cli.arguments import DEVICE, DTYPES, NEW, check_device, runtime
 from torch_dflash.cli.command import COUNT, FILE, PATH, command, number_or_word, option
-from torch_dflash.cli.errors import UserError, one_line, unwritten
+from torch_dflash.cli.errors import UserError, refusing, unwritten
 from torch_dflash.cli.outputs import check_writable
 from torch_dflash.demo.questions import QUESTIONS
 
@@ -51,9 +51,8 @@ def run(arguments: SimpleNamespace) -> int:
     from torch_dflash.storage.files import StageError
 
     try:
-        return compare_methods(arguments, _questions(arguments))
-    except DemoModelError as error:
-        raise UserError(one_line(error)) from None
+        with refusing(DemoModelError):
+            return compare_methods(arguments, _questions(arguments))
     except StageError as error:
         return unwritten("demo", error)
 
@@ -77,10 +76,8 @@ def _questions(arguments: SimpleNamespace) -> list[tuple[str, str]]:
         ) from None
     if arguments.prompts is not None and not arguments.draw:
         raise UserError(f"--prompts {arguments.prompts}: nothing is drawn from it; give --draw too.")
-    try:
+    with refusing(StageError, before=f"--draw {arguments.draw}: "):
         drawn = draw(arguments.prompts or PROMPTS, arguments.draw) if arguments.draw else []
-    except StageError as error:
-        raise UserError(f"--draw {arguments.draw}: {one_line(error)}") from None
     return _fixed(arguments) + drawn
 
 

@@ -10,7 +10,7 @@ import click
 
 from torch_dflash.cli.arguments import DRAFTER, DTYPES, NEW, TEMPLATE, target_option, template_options
 from torch_dflash.cli.command import COUNT, FILE, MODEL, command, flag, option
-from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.errors import UserError, refusing
 from torch_dflash.cli.outputs import check_writable, write_results
 
 if TYPE_CHECKING:
@@ -59,12 +59,10 @@ def run(arguments: SimpleNamespace) -> int:
             f"--drafter {arguments.drafter}: has no conventions to be judged; name a DFlash drafter."
         )
     pair, most = (loaded.target, loaded.drafter, loaded.tokenizer), arguments.max_new_tokens
-    try:
+    with refusing(TypeError, ValueError):
         found = diagnose(
             *pair, prompts, template_options=options, max_new_tokens=most, blocks=arguments.blocks
         )
-    except (TypeError, ValueError) as error:
-        raise UserError(one_line(error)) from None
     print(found)
     if arguments.json is not None:
         write_results(arguments.json, _as_json(found))
@@ -81,10 +79,8 @@ def _prompts(arguments: SimpleNamespace) -> list[str] | None:
 
     if arguments.prompts is None:
         return None
-    try:
+    with refusing(OSError, StageError, before=f"--prompts {arguments.prompts}: "):
         return [prompt.turns[0] for prompt in read_prompts([arguments.prompts])][: arguments.limit]
-    except (OSError, StageError) as error:
-        raise UserError(f"--prompts {arguments.prompts}: {one_line(error)}") from None
 
 
 def _folder(arguments: SimpleNamespace) -> Path | None:
@@ -99,10 +95,8 @@ def _folder(arguments: SimpleNamespace) -> Path | None:
         raise UserError(
             f"--fix with --drafter {arguments.drafter}: only a directory's {CONFIG} can be corrected."
         )
-    try:
+    with refusing(OSError, before="--fix: "):
         check_repairable(folder)
-    except OSError as error:
-        raise UserError(f"--fix: {one_line(error)}") from None
     return folder
 
 
@@ -112,10 +106,8 @@ def _fix(found: Diagnosis, folder: Path) -> None:
     if not found.fields:
         print(f"not fixed: no field of {CONFIG} says it.")
         return
-    try:
+    with refusing(OSError, before="--fix: "):
         copy = repair(folder, found.fields)
-    except OSError as error:
-        raise UserError(f"--fix: {one_line(error)}") from None
     print(f"fixed: {', '.join(found.fields)} in {folder / CONFIG}; as it was: {copy}")
 
 

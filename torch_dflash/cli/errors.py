@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,15 @@ class UserError(Exception):
 def one_line(error: BaseException | str) -> str:
     """The message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], before: str = "") -> Iterator[None]:
+    """Turns errors of these ``kinds`` into a `UserError`: their message on one line, behind ``before``."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(before + one_line(error)) from None
 
 
 def fail(command: str, error: BaseException | str) -> int:

@@ -14,7 +14,7 @@ import click
 
 from torch_dflash.cli.arguments import check_call_options, check_prompt_length, decoding
 from torch_dflash.cli.command import COUNT, FILE, command, flag, option
-from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.errors import UserError, refusing
 from torch_dflash.progress import print_status
 from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
@@ -85,10 +85,8 @@ def run(arguments: SimpleNamespace) -> int:
 
     job = Job.load(arguments, output_logprobs=arguments.logprobs, top_logprobs=arguments.top_logprobs)
     job = replace(job, options=job.options | _grammar(arguments, schema, job.loaded.tokenizer))
-    try:
+    with refusing(NoTokenLeft):
         return _lines(job, data) if arguments.jsonl else _one(job, data)
-    except NoTokenLeft as error:
-        raise UserError(one_line(error)) from None
 
 
 def _read_input(arguments: SimpleNamespace) -> bytes:
@@ -130,12 +128,10 @@ def _grammar(arguments: SimpleNamespace, schema: str | None, tokenizer: Any) -> 
     """The option of a call for --json-schema or --regex."""
     from torch_dflash.grammars.grammar import Grammar
 
-    try:
+    with refusing(ImportError, TypeError, ValueError):
         if schema is not None:
             return {"grammar": Grammar.json_schema(schema, tokenizer)}
         return {} if arguments.regex is None else {"grammar": Grammar.regex(arguments.regex, tokenizer)}
-    except (ImportError, TypeError, ValueError) as error:
-        raise UserError(one_line(error)) from None
 
 
 def _one(job: Job, data: bytes) -> int:
@@ -154,9 +150,7 @@ def _one(job: Job, data: bytes) -> int:
     engine = job.engine(len(ids), 1, job.streamed_rounds)
     row = torch.tensor([ids])
     started = time.perf_counter()
-    if RUNTIMES[
-        job.arguments.runtime
-    ].compiles:  # compile just what this prompt needs, outside the measured times
+    if RUNTIMES[job.arguments.runtime].compiles:  # just what this prompt needs, outside the measured times
         few = {"max_new_tokens": min(2, job.arguments.max_new_tokens), "eos_token_id": [], "grammar": None}
         engine.generate(row, torch.ones_like(row), seed=0, **(job.options | few))
     compiling = time.perf_counter() - started

@@ -10,7 +10,7 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, longest_prompt, plainly, template_options
-from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.errors import UserError, refusing
 from torch_dflash.cli.loading import Loaded, load_named
 from torch_dflash.cli.text import encode
 from torch_dflash.progress import print_status
@@ -69,7 +69,7 @@ class Job:
         """An engine for prompts of up to ``length`` tokens; `UserError` if the options do not fit."""
         arguments, row = self.arguments, torch.zeros(1, length, dtype=torch.long)
         options = self.options | {"seed": arguments.seed, "return_dict_in_generate": True}
-        try:
+        with refusing(TypeError, ValueError):
             request = read_request(self.loaded.target, row, torch.ones_like(row), options)
             return td.compile(
                 self.loaded.target,
@@ -93,8 +93,6 @@ class Job:
                 verify=arguments.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(length)),
             )
-        except (TypeError, ValueError) as error:
-            raise UserError(one_line(error)) from None
 
 
 def _composed(arguments: SimpleNamespace, drafter: Any) -> Any:

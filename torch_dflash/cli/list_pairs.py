@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from torch_dflash.cli.command import FILE, command, flag, option, silence
-from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.errors import UserError, refusing
 from torch_dflash.progress import print_status
 from torch_dflash.published.rows import Checkpoint, checkpoints, share
 
@@ -89,10 +89,8 @@ def _load_cached(rows: list[Checkpoint], arguments: SimpleNamespace) -> int:
 
     if arguments.quiet:
         silence()
-    try:
+    with refusing(OSError, before="--check: "):
         found = check_cached(rows, arguments.cache_dir)
-    except OSError as error:
-        raise UserError(f"--check: {error}") from None
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
     else:

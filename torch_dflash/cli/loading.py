@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
 from torch_dflash.checks import names_a_folder
-from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.errors import UserError, one_line, refusing
 from torch_dflash.demo.pair import load_demo_drafter
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.proposers import NGramProposer
@@ -72,17 +72,13 @@ def load_named(
     drafter = "none" if drafter is None else drafter
     place = place_of(device)
     if target in TARGETS:
-        try:
+        with refusing(DemoModelError, before=f"--target {target}: "):
             model, tokenizer = TARGETS[target](kind)
-        except DemoModelError as error:
-            raise UserError(f"--target {target}: {one_line(error)}") from None
     else:
         model, tokenizer = _load_target(target, kind)
     if drafter in DRAFTERS:
-        try:
+        with refusing(ValueError, before=f"--drafter {drafter}: "):
             drafts = DRAFTERS[drafter](kind, block_size)
-        except ValueError as error:
-            raise UserError(f"--drafter {drafter}: {one_line(error)}") from None
     else:
         folder = existing("--drafter", drafter, offered)
         with reading("--drafter", drafter):
@@ -107,11 +103,7 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
     Raises:
         UserError: a model does not exist, cannot be read, or is of the wrong kind.
     """
-    folder = existing("--target", _folder(target), ())
-    with reading("--target", target):
-        config: Any = AutoConfig.from_pretrained(folder)
-    if hasattr(config, "dflash_config"):
-        raise UserError(f"--target {target}: that is a DFlash drafter; pass it as --drafter.")
+    config = _target_config(target, existing("--target", _folder(target), ()))
     if drafter in WITHOUT_WEIGHTS:
         with reading("--drafter", drafter):
             drafts = DRAFTERS[drafter](None, block_size)
@@ -151,17 +143,18 @@ def place_of(device: str | None) -> torch.device:
 
 def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
     folder = existing("--target", source, TARGETS)
+    config = _target_config(source, folder)
+    with reading("--target", source), refusing(IncompleteWeights, before="--target "):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return load_target(folder, dtype, config), tokenizer
+
+
+def _target_config(source: str, folder: str) -> Any:
     with reading("--target", source):
         config = AutoConfig.from_pretrained(folder)
     if hasattr(config, "dflash_config"):
         raise UserError(f"--target {source}: that is a DFlash drafter; pass it as --drafter.")
-    with reading("--target", source):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        try:
-            model = load_target(folder, dtype, config)
-        except IncompleteWeights as error:
-            raise UserError(f"--target {error}") from None
-    return model, tokenizer
+    return config
 
 
 def existing(field: str, source: str, names: Collection[str]) -> str:

@@ -14,7 +14,7 @@ import click
 from torch_dflash.checks import positions_of
 from torch_dflash.cli.arguments import DRAFTER, target_option
 from torch_dflash.cli.command import COUNT, MODEL, option, options_of
-from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.errors import UserError, one_line, refusing
 from torch_dflash.cli.outputs import check_writable, provenance, write_results
 from torch_dflash.plan import DecodePlan
 
@@ -79,7 +79,7 @@ def offline(fix: str = "") -> Iterator[None]:
 
     ``fix``: for a program that does not compile.
     """
-    try:
+    with refusing(ImportError, ValueError, TypeError):
         from jax_bridge.offline import compile_only
 
         compile_only()
@@ -89,8 +89,6 @@ def offline(fix: str = "") -> Iterator[None]:
             yield
         except CompileError as error:
             raise UserError(f"{one_line(error)} {fix}") from None
-    except (ImportError, ValueError, TypeError) as error:
-        raise UserError(one_line(error)) from None
 
 
 def show(results: dict[str, Any], file: str | None, table: Callable[[], str]) -> None:

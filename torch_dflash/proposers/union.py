@@ -35,14 +35,11 @@ class UnionProposer(Several):
         self.name = f"{lookup.name} or {inner.name}"
         self.lookup, self.width, self.most = lookup, inner.width, min(given.width, inner.width)
 
-    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
-        return self._draft(pstate, anchor, length, embed, head, None)
-
     def draft(self, pstate, anchor, length, embed, head, request) -> tuple[Draft, States]:
-        return self._draft(pstate, anchor, length, embed, head, request)
+        return self.propose(pstate, anchor, length, embed, head, request)
 
-    def _draft(
-        self, pstate, anchor, length, embed, head, request: DraftRequest | None
+    def propose(
+        self, pstate, anchor, length, embed, head, request: DraftRequest | None = None
     ) -> tuple[Draft, States]:
         found, lookup = self.lookup.look_up(pstate.parts[0], anchor, length)
         long = found.matched >= LONG

@@ -9,53 +9,20 @@ from transformers import GenerationConfig
 
 from torch_dflash.requests.rules import KINDS, ours
 
-HONOURED = frozenset(
-    {
-        "max_length",
-        "max_new_tokens",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "eos_token_id",
-        "pad_token_id",
-        "return_dict_in_generate",
-        "stop_strings",
-        "max_time",
-        "num_return_sequences",
-        "output_scores",
-        "output_logits",
-        *KINDS,
-    }
-) - {*ours()}
+_READ = frozenset(
+    "max_length max_new_tokens do_sample temperature top_k top_p min_p eos_token_id pad_token_id "
+    "return_dict_in_generate stop_strings max_time num_return_sequences output_scores output_logits".split()
+)
+HONOURED = _READ.union(KINDS) - {*ours()}
 
 # They change no token here: they speak of beams, of an assistant, of transformers' own caches and graphs, or
 # of a prompt that is absent.
 HARMLESS = frozenset(
-    {
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "bos_token_id",
-        "cache_config",
-        "cache_implementation",
-        "compile_config",
-        "continuous_batching_config",
-        "decoder_start_token_id",
-        "disable_compile",
-        "early_stopping",
-        "length_penalty",
-        "low_memory",
-        "max_cache_len",
-        "max_matching_ngram_size",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "prefill_chunk_size",
-        "renormalize_logits",
-        "target_lookbehind",
-        "transformers_version",
-        "use_cache",
-    }
+    "assistant_confidence_threshold assistant_lookbehind bos_token_id cache_config cache_implementation "
+    "compile_config continuous_batching_config decoder_start_token_id disable_compile early_stopping "
+    "length_penalty low_memory max_cache_len max_matching_ngram_size num_assistant_tokens "
+    "num_assistant_tokens_schedule prefill_chunk_size renormalize_logits target_lookbehind "
+    "transformers_version use_cache".split()
 )
 
 # They change the text, or ask for what a round does not keep: refused unless neutral. An empty list

@@ -173,11 +173,8 @@ def output_of(result: Any) -> Any:
 
 
 def _others(result: Any) -> list[Tensor]:
-    return (
-        [value for value in result[1:] if isinstance(value, Tensor)]
-        if result is not output_of(result)
-        else []
-    )
+    more = result[1:] if isinstance(result, tuple | list) else ()
+    return [value for value in more if isinstance(value, Tensor)]
 
 
 @contextmanager

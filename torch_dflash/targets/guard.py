@@ -258,12 +258,9 @@ def _dict_of(value: Any) -> Callable[[], dict[str, Any] | None]:
 
 def _held(read: Callable[[], dict[str, Any] | None], name: str) -> dict[Any, Any] | None:
     """A module's children or hooks, without transformers' own hooks for hidden states."""
-    own = read()
-    return (
-        None
-        if own is None
-        else {key: value for key, value in own[name].items() if not is_library_code(value)}
-    )
+    if (own := read()) is None:
+        return None
+    return {key: value for key, value in own[name].items() if not is_library_code(value)}
 
 
 def _forward_of(kind: type) -> dict[str, Any]:

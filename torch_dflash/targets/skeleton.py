@@ -184,14 +184,11 @@ def _copied(model: Any, memo: dict[int, Any]) -> Any:
 
 def _uncopyable(value: Any, memo: dict[int, Any], own: set[int]) -> list[Any]:
     """The innermost parts of ``value`` that do not copy, without modules of the model (``own``, by id)."""
-    if isinstance(value, dict | list | tuple):
-        parts = _values(value)
-    else:
-        parts = (
-            list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type | ModuleType) else []
-        )
+    if isinstance(value, type | ModuleType):
+        return []
+    many = isinstance(value, dict | list | tuple)
     found = []
-    for part in parts:
+    for part in _values(value if many else getattr(value, "__dict__", {})):
         if id(part) in own or id(part) in memo:
             continue
         try:

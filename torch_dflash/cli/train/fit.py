@@ -25,6 +25,8 @@ MAX_LENGTH = 3072
 """Tokens of a sequence that is read from answers."""
 GROWN = ("head", *SIZES_OF_HEADS)
 """Fields of `DrafterShape` that go with --start-from: they are of parts that the drafter lacks."""
+OF_THE_MACHINE = ("device", "runtime", "quiet")
+"""Options that change no figure of a fit."""
 RUNTIME = (
     "What takes the steps: XLA, on all of JAX's devices, or torch (eager); a fit begun with one "
     "may go on with the other."
@@ -143,19 +145,12 @@ def fit_command(arguments: SimpleNamespace, processes: int = 1) -> str:
     Of a path only its last part, since a card names nobody's home.
     """
     launched = ["accelerate", "launch", "--num_processes", str(processes), "--no_python"]
-    defaults: dict[str, Any] = {"target": None, "target_dtype": "auto", "features": None, "answers": None}
-    defaults |= {"max_length": MAX_LENGTH, "start_from": None, "chat_template_kwargs": None, "out": None}
-    defaults |= {
-        field.name: None if field.default is dataclasses.MISSING else field.default
-        for part in (DrafterShape, Objective, FitOptions)
-        for field in dataclasses.fields(part)
-    }
     words = [*(launched if processes > 1 else ()), "torch-dflash", "train", "fit"]
-    for name, default in defaults.items():
-        value = getattr(arguments, name)
-        if value is None or value == default:
+    for one in run.params:
+        value: Any = getattr(arguments, one.name or "")
+        if value is None or value == one.default or one.name in OF_THE_MACHINE:
             continue
-        words += ["--" + name.replace("_", "-"), *map(_word, value if isinstance(value, list) else [value])]
+        words += [one.opts[-1], *map(_word, value if isinstance(value, list) else [value])]
     return shlex.join(words)
 
 

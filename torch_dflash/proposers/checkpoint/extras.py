@@ -15,15 +15,8 @@ from transformers.cache_utils import DFlashCache
 from torch_dflash.checks import is_count
 from torch_dflash.proposers.checkpoint.fields import FLAG, Rule, check_rules
 
-FLAGS = (
-    "own_embedding",
-    "own_head",
-    "mask_embedding",
-    "sample_from_anchor",
-    "attention_sink_bias",
-    "aux_hidden_norms",
-    "context_layernorm",
-)
+FLAGS = ("own_embedding", "own_head", "mask_embedding", "sample_from_anchor")
+FLAGS += ("attention_sink_bias", "aux_hidden_norms", "context_layernorm")
 GATES = ("per-head", "per-element")
 
 

@@ -23,14 +23,8 @@ from torch_dflash.proposers.layouts.layout import Fields, refused_field
 from torch_dflash.proposers.layouts.pieces import without_flags
 from torch_dflash.proposers.layouts.zlab import CLASSES, DFLASH2_CLASSES
 
-NESTED_FIELDS = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-)
+NESTED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids")
+NESTED_FIELDS += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 def default_target_layer_ids(num_target_layers: int, taps: int | None = None) -> list[int]:

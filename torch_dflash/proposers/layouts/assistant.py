@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, whole_fields
+from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, whole_fields, without
 from torch_dflash.proposers.layouts.zlab import zlabs
 
 KIND, CLASS = "muse_glimmer_assistant", "MuseGlimmerAssistantModel"
@@ -26,8 +26,7 @@ def _fields(config: Fields, where: Any) -> Fields:
     if kind != KIND:
         raise ValueError(f"model_type={kind!r} in {where}: of assistants only {KIND} is a DFlash drafter.")
     whole = whole_fields(KIND, config, where)
-    read = {name: value for name, value in whole.items() if name not in OWN}
-    read |= {"is_causal": False, "vocab_size": config.get("vocab_size", 0)}
+    read = without(whole, OWN) | {"is_causal": False, "vocab_size": config.get("vocab_size", 0)}
     if "sliding_attention" in read["layer_types"]:
         read |= {"sliding_window": whole["sliding_window"] + 1}
     return zlabs(read, "DFlashDraftModel", **{name: whole[name] for name in OWN})

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, nested, required, switch
-from torch_dflash.proposers.layouts.pieces import (
-    CONFIDENCE,
-    CONFIDENCE_WEIGHTS,
-    MARKOV,
-    check_markov,
+from torch_dflash.proposers.layouts.layout import (
+    Fields,
+    Layout,
+    architectures,
+    nested,
+    required,
+    switch,
     without,
 )
+from torch_dflash.proposers.layouts.pieces import CONFIDENCE, CONFIDENCE_WEIGHTS, MARKOV, check_markov
 from torch_dflash.proposers.layouts.zlab import zlabs
 
 DEEPSPEC, INSIDE = "Qwen3DSparkModel", "dspark_config"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, nested, required
+from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, nested, required, without
 from torch_dflash.proposers.layouts.zlab import zlabs
 
 CLASS = "DFlashLagunaForCausalLM"
@@ -30,9 +30,8 @@ def _fields(config: Fields, where: Any) -> Fields:
     if not isinstance(gate, bool | str) or gate not in _GATES:
         raise ValueError(f"gating={gate!r} in {where}: known are {', '.join(map(repr, _GATES))}.")
     causal = config.get("is_causal", nested(config).get("causal"))
-    own = {name: value for name, value in nested(config).items() if name != "causal"}
-    dropped = ("gating", "swa_rope_parameters", "rope_parameters", "num_experts")
-    read = {name: value for name, value in config.items() if name not in dropped}
+    own = without(nested(config), ("causal",))
+    read = without(config, ("gating", "swa_rope_parameters", "rope_parameters", "num_experts"))
     read |= {"gating": _GATES[gate], "aux_hidden_norms": True, "context_layernorm": True, "is_causal": causal}
     return zlabs(read | {"rope_parameters": _rope(config, kinds[0], where)}, "DFlashDraftModel", **own)
 

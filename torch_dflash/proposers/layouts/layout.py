@@ -65,6 +65,11 @@ def architectures(config: Fields) -> list[str]:
     return config.get("architectures") or []
 
 
+def without(config: Fields, names: tuple[str, ...]) -> Fields:
+    """``config`` without the fields ``names``."""
+    return {name: value for name, value in config.items() if name not in names}
+
+
 def switch(config: Fields, name: str, where: Any, unset: bool | None) -> bool | None:
     """The field ``name``, ``unset`` where it is absent or null.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, count, nested
+from torch_dflash.proposers.layouts.layout import Fields, count, nested, without
 
 SLIDING = "sliding_attention"
 NESTED = ("use_swa", "swa_window_size", "attention_sink_bias", "causal")
@@ -29,20 +29,14 @@ def windows(config: Fields, where: Any) -> Fields:
         if not isinstance(own.get(name, False), bool | None):
             raise ValueError(f"{name}={own[name]!r} in dflash_config of {where}: must be true or false.")
     forced = bool(own.get("use_swa")) and SLIDING not in (kinds or [])
-    causal = config.get("is_causal")
-    if causal is None:
-        causal = own.get("causal")
-    if causal is None and forced:  # only listed sliding layers are causal by default
-        causal = False
+    # Only listed sliding layers are causal by default.
+    said = config.get("is_causal"), own.get("causal"), False if forced else None
+    causal = next((one for one in said if one is not None), None)
     if forced:
         kinds = [SLIDING] * count(config, "num_hidden_layers", where)
     sinks = own.get("attention_sink_bias", config.get(TOP[0], config.get("attention_sink_bias", False)))
     window = own.get("swa_window_size", config.get("sliding_window"))
-    read = {name: config[name] for name in config if name not in TOP}
-    read |= {"dflash_config": {name: own[name] for name in own if name not in NESTED}}
+    read = without(config, TOP) | {"dflash_config": without(own, NESTED)}
     read |= {"attention_sink_bias": bool(sinks), "is_causal": causal}
-    return (
-        read
-        | ({} if kinds is None else {"layer_types": kinds})
-        | ({"sliding_window": window} if SLIDING in (kinds or []) else {})
-    )
+    read |= {} if kinds is None else {"layer_types": kinds}
+    return read | ({"sliding_window": window} if SLIDING in (kinds or []) else {})

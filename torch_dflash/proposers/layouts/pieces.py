@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, count, switch
+from torch_dflash.proposers.layouts.layout import Fields, Layout, count, switch, without
 from torch_dflash.storage.weight_files import Stored
 
 OWN = {
@@ -119,11 +119,6 @@ def check_markov(head: Any, rank: Any, where: Any) -> None:
         raise ValueError(f"markov_head_type={head!r} in {where}: of DSpark's heads only 'vanilla' is known.")
 
 
-def without(config: Fields, names: tuple[str, ...]) -> Fields:
-    """``config`` without the fields ``names``."""
-    return {name: value for name, value in config.items() if name not in names}
-
-
 # A score is a sum over channels, so queries and keys whose channels are reordered alike score the same. When
 # the weights are read, the even channels of each head come first, then the odd ones.
 #
@@ -145,10 +140,10 @@ def turns_neighbours(config: Fields, where: Any) -> bool:
 
 def without_flags(config: Fields) -> Fields:
     """``config`` without `FLAGS`, as the weights are once read: the halves of a head turn."""
-    read = {name: value for name, value in config.items() if name not in FLAGS}
+    read = without(config, FLAGS)
     rope = config.get("rope_parameters")
     if isinstance(rope, dict):
-        read["rope_parameters"] = {name: rope[name] for name in rope if name not in FLAGS}
+        read["rope_parameters"] = without(rope, FLAGS)
     return read
 
 

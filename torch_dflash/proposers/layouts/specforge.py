@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, nested
+from torch_dflash.proposers.layouts.layout import Fields, nested, without
 
 _HEADS: dict[Any, list[str]] = {None: [], "": [], "dflash": [], "dflash2": ["DFlash2DraftModel"]}
 NESTED = ("projector_type", "shift_label", "pure_draft_prefix_len")
@@ -30,4 +30,4 @@ def head(config: Fields, where: Any) -> Fields:
     if not set(NESTED) & set(own):
         return config
     named = {"architectures": [*(config.get("architectures") or []), *_HEADS[kind]]} if _HEADS[kind] else {}
-    return config | named | {"dflash_config": {name: own[name] for name in own if name not in NESTED}}
+    return config | named | {"dflash_config": without(own, NESTED)}

@@ -8,14 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch_dflash.proposers.layouts import mimo, specforge
-from torch_dflash.proposers.layouts.layout import Fields, Layout
-from torch_dflash.proposers.layouts.pieces import (
-    CONFIDENCE,
-    CONFIDENCE_WEIGHTS,
-    MARKOV,
-    check_markov,
-    without,
-)
+from torch_dflash.proposers.layouts.layout import Fields, Layout, without
+from torch_dflash.proposers.layouts.pieces import CONFIDENCE, CONFIDENCE_WEIGHTS, MARKOV, check_markov
 
 DFLASH2_CLASSES = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")  # the second of each is NeMo Automodel's
 CLASSES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", *DFLASH2_CLASSES)
