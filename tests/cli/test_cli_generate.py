@@ -15,7 +15,7 @@ from support.tokenizers import TEMPLATE, byte_tokenizer
 import torch_dflash as td
 from torch_dflash.cli import main
 from torch_dflash.cli.text import StdoutStreamer
-from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.slots import Handle
 
 NEW = "12"
 CONTEXT = 128
@@ -250,19 +250,19 @@ def test_sampled_lines_do_not_depend_on_their_batch(pair, capsys, tmp_path):
     assert seen[0][0] != seen[0][1]
 
 
-def test_lines_are_out_before_the_next_batch_is_decoded(pair, capsys, tmp_path, monkeypatch):
+def test_lines_are_out_before_the_next_one_is_decoded(pair, capsys, tmp_path, monkeypatch):
     """A killed process has written all finished lines to stdout."""
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
-    decode, calls = Engine.generate, []
+    result, calls = Handle.result, []
 
     def killed(self, *args, **options):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return decode(self, *args, **options)
+        return result(self, *args, **options)
 
-    monkeypatch.setattr(Engine, "generate", killed)
+    monkeypatch.setattr(Handle, "result", killed)
     assert generate(pair, "--jsonl", "--file", str(file), "--batch-size", "1") == 130
     assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
 

@@ -10,7 +10,7 @@ from support.tiny import make_target
 from support.tokenizers import TEMPLATE, byte_tokenizer
 
 from torch_dflash.cli import main
-from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.slots import Handle
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_an_output_that_holds_ascii_alone(target, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError, RecursionError, ValueError])
 def test_an_error_of_the_programs_own_comes_after_what_was_decoded(target, monkeypatch, capsys, error):
-    once, calls = Engine.generate, []
+    once, calls = Handle.result, []
 
     def broken(self, *args, **options):
         calls.append(1)
@@ -112,7 +112,7 @@ def test_an_error_of_the_programs_own_comes_after_what_was_decoded(target, monke
             raise error("of the program")
         return once(self, *args, **options)
 
-    monkeypatch.setattr(Engine, "generate", broken)
+    monkeypatch.setattr(Handle, "result", broken)
     lines = [b'{"prompt": "a"}', b"[" * 2000, b'{"prompt": "b"}', b'{"prompt": "c"}', b'{"prompt": "d"}']
     with pytest.raises(error, match="of the program"):
         decode(target, monkeypatch, lines, "--batch-size", "1")

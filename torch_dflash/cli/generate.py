@@ -67,7 +67,7 @@ def _check(arguments: SimpleNamespace) -> None:
         option("--regex", metavar="R",
                help="Answer with text that this regular expression matches as a whole."),
         option("--batch-size", type=COUNT, metavar="B",
-               help="Lines decoded together with --jsonl (8), by each replica."),
+               help="Lines decoded beside each other with --jsonl (8), by each replica."),
         option("--replicas", type=int, default=1, metavar="N",
                help="With --jsonl: copies of the pair, each on its part of --mesh, that share the lines."),
     ],
@@ -172,18 +172,19 @@ def _lines(job: Job, data: bytes) -> int:
     size = min(job.arguments.batch_size or DEFAULT_BATCH, -(-len(good) // replicas))
     started, engine = time.perf_counter(), None
     if good:
-        engine = job.engine(max(map(len, good)), size, None, replicas).warmup()
-    compiling = time.perf_counter() - started
-    outputs = run_lines(engine, items, job, size * replicas)
+        engine = job.engine(max(map(len, good)), size, None, replicas)
+        engine.warmup(slots=len(good) > size or replicas > 1)
+    compiling, begun = time.perf_counter() - started, time.perf_counter()
+    outputs = run_lines(engine, items, job)
     if outputs:
-        _report(job, outputs, compiling)
+        _report(job, outputs, compiling, time.perf_counter() - begun)
     bad = [item.error for item in items if item.error is not None]
     if bad:
         print(f"torch-dflash generate: {len(bad)} of {len(items)} lines failed; {bad[0]}", file=sys.stderr)
     return 1 if bad else 0
 
 
-def _report(job: Job, outputs: list[GenerateOutput], compiling: float) -> None:
+def _report(job: Job, outputs: list[GenerateOutput], compiling: float, seconds: float | None = None) -> None:
     """Print statistics in one line on stderr. Times leave compilation out; tokens/s counts prefill."""
     every = [output.stats for output in outputs]
     new = sum(stats.new_tokens for stats in every)
@@ -191,7 +192,7 @@ def _report(job: Job, outputs: list[GenerateOutput], compiling: float) -> None:
     steps = [max(map(sum, stats.acceptance_lengths)) for stats in every]  # of the longest row
     times = [stats.time_per_output_token or 0.0 for stats in every]
     later = sum(count * each for count, each in zip(steps, times, strict=True))
-    seconds = sum(firsts) + later
+    seconds = sum(firsts) + later if seconds is None else seconds
     tpot = later / sum(steps) if any(steps) else float("nan")
     rounds = [length for stats in every for length in stats.whole_rounds]
     mean = sum(rounds) / len(rounds) if rounds else float("nan")

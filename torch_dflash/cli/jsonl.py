@@ -1,11 +1,10 @@
-"""Reads JSON lines and writes one result line each, in order, flushed when its batch is done."""
+"""Reads JSON lines and writes one result line each, in order, flushed when all before it are done."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch_dflash.cli.job import Job
 from torch_dflash.cli.text import asks
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
-from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.storage.json_text import parse_json
 
 FIELDS = {
@@ -174,71 +172,55 @@ def _shown(record: dict[str, Any]) -> str:
     return next(f"{name}={json.dumps(record[name])[:SHOWN]}" for name in FIELDS if name in record)
 
 
-def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Runs of items in their order, with at most ``size`` good ones in each."""
-    batch: list[Item] = []
-    for item in items:
-        if item.error is None and sum(other.error is None for other in batch) == size:
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
+def run_lines(engine: Engine | None, items: list[Item], job: Job) -> list[GenerateOutput]:
+    """Decode all good lines and write every line to stdout in its turn; returns the outputs.
 
-
-def decode_items(engine: Engine, items: list[Item], seed: int, options: dict[str, Any]) -> GenerateOutput:
-    """Decode the good items of a batch; line n draws from its own seed or ``seed + n - 1``, modulo 2**64."""
-    own = [seed + item.number - 1 if item.seed is None else item.seed for item in items]
-    options = options | {"seed": [one % 2**64 for one in own], "return_dict_in_generate": True}
-    output: Any = engine.generate(*pad_rows([item.ids for item in items]), **options)
-    return output
-
-
-def run_lines(engine: Engine | None, items: list[Item], job: Job, batch_size: int) -> list[GenerateOutput]:
-    """Decode all batches and write their lines to stdout; returns the outputs."""
+    Line n draws from its own seed or ``--seed`` + n - 1, modulo 2**64.
+    """
+    good, found = [item for item in items if item.error is None], iter(())
+    if engine is not None:
+        first = job.arguments.seed - 1
+        seeds = [first + item.number if item.seed is None else item.seed for item in good]
+        prompts, options = [item.ids for item in good], [{"seed": seed % 2**64} for seed in seeds]
+        found = engine.map(prompts, options, **job.options)
     outputs = []
-    for batch in batches(items, batch_size):
-        good, results = [item for item in batch if item.error is None], iter(())
-        if good and engine is not None:
-            started = time.perf_counter()
-            output = decode_items(engine, good, job.arguments.seed, job.options)
-            seconds = time.perf_counter() - started
-            outputs.append(output)
-            results = _results(good, output, seconds, job)
-        for item in batch:
-            failed = {"line": item.number, **item.echo, "error": item.error}
-            _write(failed if item.error is not None else next(results))
+    for item in items:
+        if item.error is not None:
+            _write({"line": item.number, **item.echo, "error": item.error})
+            continue
+        outputs.append(next(found))
+        _write(_result(item, outputs[-1], job))
     return outputs
 
 
-def _results(items: list[Item], output: GenerateOutput, seconds: float, job: Job) -> Iterator[dict]:
-    options, tokenizer = job.options, job.loaded.tokenizer
-    rows = zip(items, output.new_tokens, output.stats.acceptance_lengths, strict=True)
-    for row, (item, new, lengths) in enumerate(rows):
-        text, stops = tokenizer.decode(new, skip_special_tokens=True), options.get("stop_strings", ())
-        ended = len(new) < options["max_new_tokens"] or new[-1] in options["eos_token_id"]
-        yield {
-            "line": item.number,
-            **item.echo,
-            "text": text,
-            "prompt_tokens": len(item.ids),
-            "new_tokens": len(new),
-            **_logprobs(output, row, new),
-            "acceptance_lengths": lengths,
-            "finish_reason": "stop" if ended or any(stop in text for stop in stops) else "length",
-            "seconds": round(seconds, 6),
-        }
+def _result(item: Item, output: GenerateOutput, job: Job) -> dict[str, Any]:
+    options, stats, (new,) = job.options, output.stats, output.new_tokens
+    text = job.loaded.tokenizer.decode(new, skip_special_tokens=True)
+    ended = len(new) < options["max_new_tokens"] or new[-1] in options["eos_token_id"]
+    stopped = ended or any(stop in text for stop in options.get("stop_strings", ()))
+    later = (stats.time_per_output_token or 0.0) * (len(new) - 1)
+    return {
+        "line": item.number,
+        **item.echo,
+        "text": text,
+        "prompt_tokens": len(item.ids),
+        "new_tokens": len(new),
+        **_logprobs(output, new),
+        "acceptance_lengths": stats.acceptance_lengths[0],
+        "finish_reason": "stop" if stopped else "length",
+        "seconds": round(stats.time_to_first_token + later, 6),
+    }
 
 
-def _logprobs(output: GenerateOutput, row: int, new: list[int]) -> dict[str, Any]:
-    """A row's ids and log-probabilities, as far as they were asked for."""
+def _logprobs(output: GenerateOutput, new: list[int]) -> dict[str, Any]:
+    """The row's ids and log-probabilities, as far as they were asked for."""
     found: dict[str, Any] = {}
     if output.logprobs is not None:
-        found = {"tokens": new, "logprobs": output.logprobs[row, : len(new)].tolist()}
+        found = {"tokens": new, "logprobs": output.logprobs[0].tolist()}
     if output.top_ids is not None and output.top_logprobs is not None:
-        both = output.top_ids[row].tolist(), output.top_logprobs[row].tolist()
+        both = output.top_ids[0].tolist(), output.top_logprobs[0].tolist()
         pairs = [list(zip(ids, logs, strict=True)) for ids, logs in zip(*both, strict=True)]
-        found["top_logprobs"] = pairs[: len(new)]
+        found["top_logprobs"] = pairs
     return found
 
 

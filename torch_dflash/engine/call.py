@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
-from itertools import count, repeat, starmap
+from itertools import count, islice, repeat, starmap
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,8 @@ class Call:
         self.request, self._slots = request, slots
         self._started = time.perf_counter()
         self._deltas: SimpleQueue[tuple[int, RowDelta | None]] = SimpleQueue()
-        self.handles = slots.enqueue(request, version, lambda row, delta: self._deltas.put((row, delta)))
+        rows = [request.of_row(row) for row in range(len(request.rows))]
+        self.handles = slots.enqueue(rows, version, lambda row, delta: self._deltas.put((row, delta)))
 
     def run(self, streamer: object = None) -> GenerateOutput:
         """Decode all rows; an error of one ends the call, when the others have stopped."""
@@ -164,36 +165,48 @@ def map_prompts(
     plain = shared | {"return_dict_in_generate": True, "seed": first}
     call = engine.split(plain)
 
-    def submit(number: int, prompt: Any, own: Mapping[str, Any]) -> Handle:
+    def read(number: int, prompt: Any, own: Mapping[str, Any]) -> Request:
         try:
             seeded = {"seed": first + number} if isinstance(first, int) else {}
-            asked = engine.split(plain | seeded | dict(own)) if own else _seeded(call, seeded)
-            request = engine.read_rows(*_ids_of(prompt), asked)
+            requested = engine.split(plain | seeded | dict(own)) if own else _seeded(call, seeded)
+            request = engine.read_rows(*_ids_of(prompt), requested)
             if len(request.rows) != 1:
                 raise ValueError("num_return_sequences: map gives an output a prompt; repeat the prompt.")
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompt {number}: {error}") from error
-        return slots.enqueue(request, version)[0]
+        return request
 
     numbered = zip(count(), prompts, repeat({}) if options is None else options, strict=False)
-    return _in_order(starmap(submit, numbered), ahead or AHEAD * engine.plan.batch_size * slots.replicas)
+    rows = engine.plan.batch_size * slots.replicas
+    return _in_order(starmap(read, numbered), slots, version, rows, ahead or AHEAD * rows)
 
 
-def _in_order(handles: Iterator[Handle], ahead: int) -> Iterator[GenerateOutput]:
-    """Results in order; at most ``ahead`` requests are under way. An error comes in its turn."""
+def _in_order(
+    requests: Iterator[Request], slots: Slots, version: Version, rows: int, ahead: int
+) -> Iterator[GenerateOutput]:
+    """Results in order; at most ``ahead`` requests are under way. An error comes in its turn.
+
+    The first ``rows`` requests are submitted at once: they begin together.
+    """
     waiting: deque[Handle] = deque()
     error: Exception | None = None
+
+    def read(most: int) -> list[Request]:
+        nonlocal error
+        found: list[Request] = []
+        try:
+            found.extend(islice(requests, most))
+        except Exception as raised:
+            error = raised
+        return found
+
     try:
-        while True:
-            try:
-                waiting.append(next(handles))
-            except StopIteration:
-                break
-            except Exception as found:
-                error = found
-                break
+        more = read(min(rows, ahead))
+        while more:
+            waiting += slots.enqueue(more, version)
             if len(waiting) >= ahead:
                 yield waiting.popleft().result()
+            more = read(1) if error is None else []
         while waiting:
             yield waiting.popleft().result()
         if error is not None:

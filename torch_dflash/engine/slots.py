@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,7 +128,7 @@ class Handle(Future):
         self._slots.drive(self, timeout)
         return super().result(timeout)
 
-    def tell(self, delta: RowDelta | None) -> None:
+    def report(self, delta: RowDelta | None) -> None:
         """Hand on what the row has gained; None: nothing more comes."""
         self._listen(delta)
 
@@ -164,7 +165,7 @@ class Slot:
         self._deltas = Deltas([row.length])
 
     def take_in(self, read: HostRead, ended: bool, width: int) -> list[int]:
-        """Add a read; ask stop rules, grammar and listeners. Returns each new round's tokens."""
+        """Add a read; ask stop rules, grammar and listeners. Return each new round's tokens."""
         progress, row = self.progress, self.handle.row
         since, rounds = int(progress.known[0]), progress.rounds.copy()
         progress.add(read)
@@ -178,7 +179,7 @@ class Slot:
             progress.cut(0, min(ends))
         if row.grammar is not None:  # once more, against the tokens themselves
             row.grammar.check(progress.tokens[0, row.length : progress.known[0]].tolist())
-        self.handle.tell(self._deltas.by(progress)[0])
+        self.handle.report(self._deltas.by(progress)[0])
         return accepted
 
 
@@ -197,6 +198,7 @@ class Lane:
         self.rows: dict[int, Slot] = {}
         self.busy = self.taken = self.rounds = self.compiled = 0
         self.thread: threading.Thread | None = None
+        self._state: Any = None
         self._version: Version | None = None
         self._rest()
 
@@ -215,25 +217,30 @@ class Lane:
         version = self._version
         if not self.rows:  # the models may be others since
             version = next((handle.version for handle in self.inbox if not handle.left), None)
-        if version is None:
-            return self._drop_left()
+        if version is None or not (self.rows or self.inbox):
+            self._drop_left()
+        else:
+            self._guarded(version)
+        if not self.rows:
+            self._rest()
+
+    def _guarded(self, version: Version) -> None:
         version.built.pair.check_free()
         try:
             with entering(version.built.pair):
                 self._chunk(version)
         except BaseException as error:
+            self._state = None  # a step that failed may have consumed it
             for row in list(self.rows):
                 self._leave(row, error)
             self._rest()
             if not isinstance(error, Exception):
                 raise
-        if not self.rows:
-            if self._state is not None:
-                version.built.runtimes[self.replica].retire(self._state)
-            self._rest()
 
     def _rest(self) -> None:
         """Hold no state and no weights."""
+        if self._state is not None and self._version is not None:
+            self._version.built.runtimes[self.replica].retire(self._state)
         self._state, self._version = None, None
         self._scheduler, self._pace = Scheduler.idle(self.plan), Pace()
         self._latest: dict[int, Row] = {}  # a row's grammar is asked until the row begins anew
@@ -248,14 +255,14 @@ class Lane:
         together = len(new) == len(self.rows) and 2 * len(new) > self.plan.batch_size
         if self._state is None:
             rows = [self.rows[row].handle.row for row in new] if together else []
-            asked = row_requests(rows, self.plan) if rows else RowRequests.idle(self.plan)
-            self._state = runtime.begin(params, asked, stale=True)
+            requests = row_requests(rows, self.plan) if rows else RowRequests.idle(self.plan)
+            self._state = runtime.begin(params, requests, stale=True)
         else:
             together = False
         self._version = version
         for row in [] if together else new:
-            asked = row_requests([self.rows[row].handle.row], self._single)
-            self._state = runtime.admit(params, self._state, row, asked)
+            requests = row_requests([self.rows[row].handle.row], self._single)
+            self._state = runtime.admit(params, self._state, row, requests)
         self._latest |= {row: self.rows[row].handle.row for row in new}
         prompts = self._prompts(new) if together else []
         fed = [] if together else self._pieces([*going, *new])
@@ -352,7 +359,7 @@ class Lane:
         return accepted
 
     def _leave(self, row: int, error: BaseException | None = None) -> None:
-        """Free a row, then tell: who hears that a request is over finds the row free."""
+        """Free a row, then report: whoever hears that a request is over finds the row free."""
         slot = self.rows.pop(row)
         self._scheduler.ended[row] = True
         self._all.freed(self)
@@ -419,22 +426,24 @@ class Slots:
         if due if check is None else check:
             self._engine.follow()
             self._checked = time.monotonic()
-        asked = options | {"return_dict_in_generate": True}
-        request = self._engine.read_rows(input_ids, attention_mask, self._engine.split(asked))
+        requested = options | {"return_dict_in_generate": True}
+        request = self._engine.read_rows(input_ids, attention_mask, self._engine.split(requested))
         if len(request.rows) > 1:
             raise ValueError(f"input_ids has {len(request.rows)} rows: submit takes one; submit each.")
-        (handle,) = self.enqueue(request, self._engine.version())
+        (handle,) = self.enqueue([request], self._engine.version())
         return handle
 
     def enqueue(
-        self, request: Request, version: Version, listen: Callable[[int, RowDelta | None], None] | None = None
+        self,
+        requests: Sequence[Request],
+        version: Version,
+        listen: Callable[[int, RowDelta | None], None] | None = None,
     ) -> list[Handle]:
-        """Queue the rows of a request that was read; ``listen`` gets their numbers and deltas."""
+        """Queue requests of one row each; ``listen`` gets their numbers and deltas."""
         handles = []
-        for number, row in enumerate(request.rows):
-            own = Request([row], request.pad_token_id, request.input_ids[number : number + 1])
-            told = None if listen is None else lambda delta, number=number: listen(number, delta)
-            handles.append(Handle(own, version, self, told))
+        for number, request in enumerate(requests):
+            own = None if listen is None else partial(listen, number)
+            handles.append(Handle(request, version, self, own))
         with self._lock:
             if self._queue is not None and self.waiting + len(handles) > self._queue:
                 raise QueueFull(f"{self.waiting} requests wait, queue={self._queue}; submit again later.")
@@ -454,7 +463,7 @@ class Slots:
         wait(handles)
 
     def step(self) -> bool:
-        """Run one chunk of each replica. Returns whether requests are left."""
+        """Run one chunk of each replica. Return whether requests are left."""
         with self._stepping:
             for lane in self._lanes:
                 lane.step()

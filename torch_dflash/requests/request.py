@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,10 @@ class Request:
     def processors(self) -> list[Processor]:
         """Those that any row asks for something."""
         return list(dict.fromkeys(kind for row in self.rows for kind in row.rules))
+
+    def of_row(self, number: int) -> Request:
+        """The request of one of its rows alone."""
+        return replace(self, rows=[self.rows[number]], input_ids=self.input_ids[number : number + 1])
 
     @property
     def logprobs(self) -> LogitOutputs:
