@@ -21,6 +21,7 @@ _PUBLIC = {
     "engine.outputs": "DecodeStats GenerateOutput Share",
     "engine.replicas": "Replicas",
     "engine.saved": "load_state save_state",
+    "engine.slots": "Handle QueueFull Slots",
     "generation": "compile generate",
     "grammars.grammar": "Grammar",
     "integrations.spec_generate": "spec_generate",
@@ -70,6 +71,9 @@ if TYPE_CHECKING:
     from torch_dflash.engine.replicas import Replicas as Replicas
     from torch_dflash.engine.saved import load_state as load_state
     from torch_dflash.engine.saved import save_state as save_state
+    from torch_dflash.engine.slots import Handle as Handle
+    from torch_dflash.engine.slots import QueueFull as QueueFull
+    from torch_dflash.engine.slots import Slots as Slots
     from torch_dflash.generation import compile as compile
     from torch_dflash.generation import generate as generate
     from torch_dflash.grammars.grammar import Grammar as Grammar

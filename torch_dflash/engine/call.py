@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from itertools import count, islice, repeat, starmap
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +23,13 @@ from torch_dflash.requests.request import Request
 from torch_dflash.requests.row_values import drawn_seed
 from torch_dflash.runtime import Progress, RowDelta
 
-if TYPE_CHECKING:
-    from torch_dflash.engine.engine import Engine
-
 
 class Call:
     """One request on the rows of `Slots`; its results arrive in the caller's thread."""
 
     def __init__(self, slots: Slots, request: Request, version: Version):
         self.request, self._slots = request, slots
-        self._started = time.perf_counter()
+        self._started, self._compiled = time.perf_counter(), slots.compilations
         self._deltas: SimpleQueue[tuple[int, RowDelta | None]] = SimpleQueue()
         rows = [request.of_row(row) for row in range(len(request.rows))]
         self.handles = slots.enqueue(rows, version, lambda row, delta: self._deltas.put((row, delta)))
@@ -102,19 +99,10 @@ class Call:
         read_at = sorted({at - self._started for each in services for at in each.read_at})
         found = _joined([each.progress for each in services])
         prefilled = sum(each.prefilled for each in services)
-        output = collect(self.request, found, read_at, _compiled(services), prefilled)
+        output = collect(self.request, found, read_at, self._slots.compilations - self._compiled, prefilled)
         shares = _shares(services, output.stats.acceptance_lengths, self._slots.replicas)
         output.stats = replace(output.stats, replicas=shares)
         return output
-
-
-def _compiled(services: list[Service]) -> int:
-    """Programs that the replicas have compiled since the first row's admission."""
-    spans: dict[int, tuple[int, int]] = {}
-    for each in services:
-        first, last = spans.get(each.replica, (each.compiled, 0))
-        spans[each.replica] = min(first, each.compiled), max(last, each.compiled + each.compilations)
-    return sum(last - first for first, last in spans.values())
 
 
 def _joined(rows: list[Progress]) -> Progress:
@@ -143,7 +131,7 @@ def _shares(services: list[Service], lengths: list[list[int]], replicas: int) ->
 
 
 def map_prompts(
-    engine: Engine,
+    engine: Any,
     slots: Slots,
     prompts: Iterable[Any],
     options: Iterable[Mapping[str, Any]] | None,

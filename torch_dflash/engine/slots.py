@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,18 +26,15 @@ from torch_dflash.rows import RowRequests
 from torch_dflash.runtime import HostRead, Progress, RowDelta
 from torch_dflash.state import PromptChunk
 
-if TYPE_CHECKING:
-    from torch_dflash.engine.engine import Built, Engine
-
 
 class QueueFull(RuntimeError):
     """More requests wait than the queue of `Slots` holds."""
 
 
 class Version(NamedTuple):
-    """The models as they were when a request came: their copy, and the weights of each replica's runtime."""
+    """The models when a request came: the engine's `Built`, and each replica's weights."""
 
-    built: Built
+    built: Any
     params: list[Any]
 
     def same(self, other: Version | None, replica: int) -> bool:
@@ -56,8 +53,7 @@ class Service:
         replica: its number. admitted: when (`time.perf_counter`).
         progress: the row's, a batch of one. prefilled: tokens of its prompt that were read.
         read_at: when each of the row's reads ended.
-        first_round, compiled: the replica's counts of rounds and of compiled XLA programs at the admission.
-        compilations: programs compiled since, those for its neighbours included.
+        first_round, compiled: the replica's count of rounds and all compiled XLA programs at the admission.
     """
 
     replica: int
@@ -67,7 +63,6 @@ class Service:
     compiled: int
     read_at: list[float] = field(default_factory=list)
     prefilled: int = 0
-    compilations: int = 0
 
 
 class Handle(Future):
@@ -151,7 +146,8 @@ class Handle(Future):
         if not self._collects or (service := self.service) is None:
             return None
         times = [at - service.admitted for at in service.read_at]
-        return collect(self.request, service.progress, times, service.compilations, service.prefilled)
+        compiled = self._slots.compilations - service.compiled
+        return collect(self.request, service.progress, times, compiled, service.prefilled)
 
 
 class Slot:
@@ -290,8 +286,6 @@ class Lane:
         compiled = runtime.compilations - compiled
         self._scheduler.update(read.length, read.done)
         self.compiled += compiled
-        for slot in self.rows.values():
-            slot.service.compilations += compiled
         accepted = [self._take_in(row, read.row(row), turn.width, now) for row in live]
         self.rounds += max(map(len, accepted), default=0)
         alone = not (prompts or fed or compiled)
@@ -313,7 +307,7 @@ class Lane:
             self.inbox.popleft()
             now = time.perf_counter()
             progress = Progress.empty(self._single, np.array([handle.row.length]))
-            handle.service = Service(self.replica, now, progress, self.rounds, self.compiled)
+            handle.service = Service(self.replica, now, progress, self.rounds, self._all.compilations)
             self.rows[row] = Slot(handle, handle.service, self._largest, self.plan.slots)
             new.append(row)
         return new
@@ -387,7 +381,7 @@ class Slots:
             for a result does, or `step`.
     """
 
-    def __init__(self, engine: Engine, queue: int | None = None, threads: bool = False):
+    def __init__(self, engine: Any, queue: int | None = None, threads: bool = False):
         self._engine, self._queue = engine, queue
         self.plan, self.largest_chunk = engine.plan, engine.options.prefill_chunk_size
         if names := impure(self.plan.processors):
@@ -450,6 +444,11 @@ class Slots:
             self._line += handles
             self._deal()
         return handles
+
+    @property
+    def compilations(self) -> int:
+        """XLA programs that steps have compiled so far."""
+        return sum(lane.compiled for lane in self._lanes)
 
     @property
     def replicas(self) -> int:
