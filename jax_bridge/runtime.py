@@ -116,7 +116,7 @@ class XlaRuntime:
         self._state_dtypes = StateDtypes(begin, self.plan, self._programs, wide=wide)
         self._spare = Spare() if wide and isinstance(place, OneDevice) else None
         self._prefill, self._rewind = place.step(steps.prefill), place.step(steps.rewind)
-        self._admit, self._feed = place.step(steps.admit), place.step(steps.feed)
+        self._row_steps = {"admit": place.step(steps.admit), "feed": place.step(steps.feed)}
         self._nobody = self._place.send(np.zeros(self.plan.batch_size, bool))
         self._rounds = {width: place.step(rounds) for width, rounds in steps.rounds.items()}
         self._read = place.host_output(steps.read)
@@ -202,11 +202,11 @@ class XlaRuntime:
 
     def admit(self, params: Arrays, state: DecodeState, row: int, requests: RowRequests) -> DecodeState:
         """Begin another request in ``row``; consumes ``state``."""
-        return self._run(*self._admission(params, state, row, requests))
+        return self._run(*self._on_row("admit", params, state, row, requests))
 
     def feed(self, params: Arrays, state: DecodeState, row: int, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk to one row, computing that row alone; consumes ``state``."""
-        piece = self._row_piece(params, state, row, chunk)
+        piece = self._on_row("feed", params, state, row, chunk)
         self._start_rounds(params, state, piece)
         return self._run(*piece)
 
@@ -305,10 +305,10 @@ class XlaRuntime:
         if slots:
             single = replace(self.plan, batch_size=1)
             idle = RowRequests.idle(single)
-            named.append(("requests of a row", lambda state: self._admission(params, state, 0, idle)))
+            named.append(("requests of a row", lambda state: self._on_row("admit", params, state, 0, idle)))
             for width in buckets:
                 chunk = idle_chunk(single, width)
-                feed = partial(self._row_piece, params, row=0, chunk=chunk)
+                feed = partial(self._on_row, "feed", params, row=0, given=chunk)
                 named.append((f"a row's prompts of {width} tokens", feed))
         return named + [(self._name(width), partial(rounds, width=width)) for width in self._rounds]
 
@@ -316,13 +316,10 @@ class XlaRuntime:
         """Arguments of `Programs.get` for a prompt chunk."""
         return "prefill", self._prefill, (params, state, self._place.send(chunk)), (1,)
 
-    def _admission(self, params: Arrays, state: DecodeState, row: int, requests: RowRequests) -> tuple:
-        """Arguments of `Programs.get` for a request that begins in a row."""
-        return "admit", self._admit, (params, state, *self._place.send((np.int32(row), requests))), (1,)
-
-    def _row_piece(self, params: Arrays, state: DecodeState, row: int, chunk: PromptChunk) -> tuple:
-        """Arguments of `Programs.get` for a prompt chunk of one row."""
-        return "feed", self._feed, (params, state, *self._place.send((np.int32(row), chunk))), (1,)
+    def _on_row(self, name: str, params: Arrays, state: DecodeState, row: int, given: Any) -> tuple:
+        """Arguments of `Programs.get` for "admit" or "feed" of one row."""
+        args = params, state, *self._place.send((np.int32(row), given))
+        return name, self._row_steps[name], args, (1,)
 
     def _chunk(
         self, params: Arrays, state: DecodeState, turn: Rounds, wanted: np.ndarray | None = None
