@@ -117,7 +117,7 @@ class XlaRuntime:
         self._spare = Spare() if wide and isinstance(place, OneDevice) else None
         self._prefill, self._rewind = place.step(steps.prefill), place.step(steps.rewind)
         self._row_steps = {"admit": place.step(steps.admit), "feed": place.step(steps.feed)}
-        self._nobody = self._place.send(np.zeros(self.plan.batch_size, bool))
+        self._nobody: Any = None
         self._rounds = {width: place.step(rounds) for width, rounds in steps.rounds.items()}
         self._read = place.host_output(steps.read)
 
@@ -325,8 +325,14 @@ class XlaRuntime:
         self, params: Arrays, state: DecodeState, turn: Rounds, wanted: np.ndarray | None = None
     ) -> tuple:
         """Arguments of `Programs.get` for a chunk of rounds."""
-        ends = self._nobody if wanted is None else self._place.send(wanted)
-        args = params, state, np.int32(turn.rounds), ends
+        if self._nobody is None:
+            self._nobody = self._place.send(np.zeros(self.plan.batch_size, bool))
+        args = (
+            params,
+            state,
+            np.int32(turn.rounds),
+            self._nobody if wanted is None else self._place.send(wanted),
+        )
         return self._name(turn.width), self._rounds[turn.width], args, (1,)
 
     def _name(self, width: int) -> str:

@@ -47,7 +47,7 @@ class Version(NamedTuple):
 
 @dataclass
 class Service:
-    """What a replica has done for a request.
+    """The work of a replica for one request.
 
     Attributes:
         replica: its number. admitted: when (`time.perf_counter`).
@@ -73,7 +73,7 @@ class Handle(Future):
 
     Attributes:
         request: of one row.
-        service: what was done for it; None before its admission.
+        service: the work for it; None before its admission.
         submitted: when (`time.perf_counter`).
     """
 
