@@ -87,11 +87,9 @@ def compare(engine: Any, prompts: list[list[int]], mix: str, repetitions: int) -
     """Medians of both ways, and their ratios: closed over slots for speeds, slots over closed for rounds."""
     timed = Timed(engine, prompts, lengths(mix))
     runs: dict[str, list[dict[str, Any]]] = {"closed": [], "slots": []}
-    for turn in range(repetitions + 1):
+    for turn in range(repetitions):
         for name in runs if turn % 2 else reversed(list(runs)):
-            one = timed.run(name)
-            if turn:  # the first turn compiles what is left
-                runs[name].append(one)
+            runs[name].append(timed.run(name))
     texts = [one["texts"] for many in runs.values() for one in many]
     found = {
         name: {
@@ -169,7 +167,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=list(MIXES))
     arguments = parser.parse_args()
     target, drafter, tokenizer = td.load_demo_pair()
