@@ -4,8 +4,10 @@ import random
 import threading
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,10 @@ from support.tiny import correlate, make_drafter, make_pair, make_target, small_
 from support.tokenizers import byte_tokenizer
 from torch.utils import _pytree as pytree
 
+import jax_bridge as jb
+import jax_bridge.ops  # noqa: F401 - registers the lowerings
 import torch_dflash as td
+from jax_bridge._torchax import call_torch
 from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cache.recurrent import RecurrentLayer
 from torch_dflash.engine import slots as slots_module
@@ -613,3 +618,18 @@ def test_a_lane_is_stepped_by_nobody_while_it_is_idle():
     if thread is not None:
         thread.join(60)
     assert isinstance(lane, Lane) and lane.thread is None and Rounds.of(engine.plan).rounds == 3
+
+
+@pytest.mark.parametrize(("kind", "cache"), [("chain", "static"), ("chain", "paged"), ("hybrid", "static")])
+def test_lowered_rows_are_taken_out_and_put_back_the_same(kind, cache):
+    engine = td.compile(*KINDS[kind](), runtime="eager", processors=RULES[1:], **FIXED, cache=cache)
+    state = filled(engine.runtime.begin(engine.tensors(), RowRequests.idle(engine.plan)), 2)
+    wanted = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+    def there_and_back(state, row):
+        return put(state, take(state, row), row)
+
+    step = jax.jit(partial(call_torch, there_and_back), donate_argnums=0)
+    found = jb.state_to_torch(step(jb.state_to_jax(state), jax.numpy.int32(2)))
+    leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    assert all(torch.equal(was, now) for was, now in zip(wanted, leaves, strict=True))
