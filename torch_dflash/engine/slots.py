@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -23,7 +24,7 @@ from torch_dflash.requests.prompts import prompt_chunks
 from torch_dflash.requests.read import impure
 from torch_dflash.requests.request import Request, Row, row_requests
 from torch_dflash.rows import RowRequests
-from torch_dflash.runtime import HostRead, Progress, RowDelta
+from torch_dflash.runtime import HostRead, Progress, RowDelta, Runtime
 from torch_dflash.state import PromptChunk
 
 
@@ -85,7 +86,8 @@ class Handle(Future):
         listen: Callable[[RowDelta | None], None] | None = None,
     ):
         super().__init__()
-        self.request, self.version, self._slots = request, version, slots
+        self.request, self._slots = request, slots
+        self.version: Version | None = version
         self.service: Service | None = None
         self.submitted = time.perf_counter()
         self.left = False
@@ -137,10 +139,9 @@ class Handle(Future):
             except Exception as found:
                 error, output = found, None
             self.set_exception(error) if error is not None else self.set_result(output)
-        try:
+        self.version = None  # its weights may be old ones
+        with suppress(Exception):  # of a listener, which has ended its request already
             self._listen(None)
-        except Exception:
-            pass  # a listener that fails has ended its request already
 
     def _output(self) -> GenerateOutput | None:
         if not self._collects or (service := self.service) is None:
@@ -248,23 +249,13 @@ class Lane:
         new = self._admitted(version)
         if not self.rows:
             return
-        together = len(new) == len(self.rows) and 2 * len(new) > self.plan.batch_size
-        if self._state is None:
-            rows = [self.rows[row].handle.row for row in new] if together else []
-            requests = row_requests(rows, self.plan) if rows else RowRequests.idle(self.plan)
-            self._state = runtime.begin(params, requests, stale=True)
-        else:
-            together = False
         self._version = version
-        for row in [] if together else new:
-            requests = row_requests([self.rows[row].handle.row], self._single)
-            self._state = runtime.admit(params, self._state, row, requests)
-        self._latest |= {row: self.rows[row].handle.row for row in new}
+        together = self._begin(runtime, params, new)
         prompts = self._prompts(new) if together else []
         fed = [] if together else self._pieces([*going, *new])
         live = [row for row in [*going, *new] if not self.rows[row].pieces]
         table, done = self._scheduler.changes(live, anew=bool(new))
-        if done is not None:
+        if done is not None:  # before the prompts: their programs make rows live
             self._state = runtime.assign(self._state, table, done)
         known, rounds = self._known("known"), self._known("rounds")
         if {*WHOLE.values()} & {*self.plan.outputs}:
@@ -276,20 +267,38 @@ class Lane:
         if not live:
             return
         turn, started = version.built.widths.next(self._pace), time.perf_counter()
-        wanted = None
-        if self._all.waiting or self.inbox:
-            wanted = np.zeros(self.plan.batch_size, bool)
-            wanted[live] = True
-        self._state = runtime.advance(params, self._state, turn, wanted)
-        read = runtime.read(self._state, known, rounds)
-        seconds, now = time.perf_counter() - started, time.perf_counter()
+        self._state = runtime.advance(params, self._state, turn, self._wanted(live))
+        read, now = runtime.read(self._state, known, rounds), time.perf_counter()
         compiled = runtime.compilations - compiled
-        self._scheduler.update(read.length, read.done)
         self.compiled += compiled
+        self._scheduler.update(read.length, read.done)
         accepted = [self._take_in(row, read.row(row), turn.width, now) for row in live]
         self.rounds += max(map(len, accepted), default=0)
         alone = not (prompts or fed or compiled)
-        version.built.widths.note(turn, seconds if alone else None, accepted, self._pace)
+        version.built.widths.note(turn, now - started if alone else None, accepted, self._pace)
+
+    def _begin(self, runtime: Runtime, params: Any, new: list[int]) -> bool:
+        """Begin the requests of rows ``new``. Return whether their prompts are to be read together."""
+        fresh = self._state is None
+        together = fresh and len(new) == len(self.rows) and 2 * len(new) > self.plan.batch_size
+        rows = {row: self.rows[row].handle.row for row in new}
+        self._latest |= rows
+        if fresh:
+            idle = RowRequests.idle(self.plan)
+            requests = row_requests([*rows.values()], self.plan) if together else idle
+            self._state = runtime.begin(params, requests, stale=True)
+        for row, request in {}.items() if together else rows.items():
+            requests = row_requests([request], self._single)
+            self._state = runtime.admit(params, self._state, row, requests)
+        return together
+
+    def _wanted(self, live: list[int]) -> np.ndarray | None:
+        """Rows [B] whose end is the chunk's, while a request waits."""
+        if not self._all.waiting:
+            return None
+        wanted = np.zeros(self.plan.batch_size, bool)
+        wanted[live] = True
+        return wanted
 
     def _admitted(self, version: Version) -> list[int]:
         """Give free rows to requests, in the order of their arrival, while there are pages."""
@@ -299,7 +308,7 @@ class Lane:
             if handle.left:
                 self._drop_left()
                 continue
-            if not handle.version.same(version, self.replica):
+            if not version.same(handle.version, self.replica):
                 break  # it waits until the rows under way have ended, with the weights they began with
             row = next(row for row in range(self.plan.batch_size) if row not in self.rows)
             if not self._scheduler.seat(row, handle.row.length, handle.row.limit):
