@@ -41,7 +41,7 @@ def lengths(mix: str) -> list[int]:
 
 
 def saved(counts: list[int]) -> float:
-    """Rounds of rows that take the next request as they end, over those of closed batches; a token a round."""
+    """Rounds of rows that take the next request as they end, over closed batches'; a token a round."""
     rows = [0] * ROWS
     for count in counts:
         heapq.heappush(rows, heapq.heappop(rows) + count)
