@@ -555,6 +555,11 @@ def test_a_full_queue_and_what_no_row_can_hold(monkeypatch):
     slots, ids = Slots(engine, queue=5), torch.ones(1, 3, dtype=torch.long)
     first = slots.submit(ids, max_new_tokens=50, eos_token_id=None)
     slots.step()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        refuses(ValueError, "submit under torch.autocast", "cast the"),
+    ):
+        engine.slots().submit(ids, max_new_tokens=5)
     waiting = [slots.submit(ids, max_new_tokens=50, eos_token_id=None) for _ in range(5)]
     with refuses(QueueFull, "5 requests wait, queue=5"):
         slots.submit(ids, max_new_tokens=50)

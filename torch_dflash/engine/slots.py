@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect
 from torch_dflash.engine.scheduler import Scheduler
@@ -425,6 +426,11 @@ class Slots:
         Raises:
             QueueFull: more wait than the queue holds. TypeError, ValueError: what no row can serve.
         """
+        if self._threads and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            raise ValueError(
+                "submit under torch.autocast, which the thread that decodes does not see; cast the models "
+                "instead (model.to(torch.bfloat16))."
+            )
         due = time.monotonic() - self._checked > CHECK_SECONDS or not self.running
         if due if check is None else check:
             self._engine.follow()
