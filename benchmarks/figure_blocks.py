@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from family_tables import counts, tables, verdict
-from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
+from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids, slots_cpu
 from figure_demo import (
     demo,
     demo_chat,
@@ -359,6 +359,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hf-counts": hf_counts,
     "cpu-distance": cpu_distance,
     "draft-ids": draft_ids,
+    "slots-cpu": slots_cpu,
     "cpu-products": cpu_products,
     "cpu-steps": cpu_steps,
     "cpu-first-token": cpu_first_token,

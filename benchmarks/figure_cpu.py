@@ -57,6 +57,31 @@ def draft_ids() -> str:
     return table(head, *rows)
 
 
+def slots_cpu() -> str:
+    """Slots against closed batches: rounds, seconds and CPU seconds by mix."""
+    found = result("slots_cpu")
+    rows = [
+        [
+            name,
+            f"{one['closed']['rounds']:.0f} -> {one['slots']['rounds']:.0f} ({one['rounds_ratio']:.2f})",
+            f"{one['speedup']:.2f}",
+            f"{one['cpu_speedup']:.2f}",
+            f"{one['equal_texts']} of 32",
+        ]
+        for name, one in found["mixes"].items()
+    ]
+    ratios = " and ".join(
+        f"{found[f'prompt of one row, {name}']['ratio']:.2f}" for name in ("plain", "dflash")
+    )
+    host = found["host_milliseconds_a_chunk"]
+    return table(
+        ["method, mix", "rounds closed -> slots", "speed-up", "in CPU seconds", "equal texts"], *rows
+    ) + (
+        f"\n\nOne prompt beside seven rows takes {ratios} of the batch's program (plain, DFlash). The "
+        f"loop's own Python takes {host:.1f} ms a chunk of 16 rows, calls of the runtime left out."
+    )
+
+
 def cpu_distance() -> str:
     """The distance of other arithmetics from float32."""
     rows = [
