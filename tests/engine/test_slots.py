@@ -420,8 +420,14 @@ def test_map_takes_options_of_each_prompt_and_refuses_bad_ones():
     assert [len(next(outputs).new_tokens[0]) for _ in range(2)] == [4, 2]
     with refuses(ValueError, "prompt 2: input_ids of row 0 holds 200"):
         next(outputs)
-    with refuses(TypeError, "prompt 0: 'hello' is text", "tokenizer(text).input_ids"):
-        next(engine.map(["hello"]))
+    for wrong, shown in (("hello", "'hello'"), (5, "'5'"), (None, "'None'"), ([None], "'[None]'")):
+        with refuses(TypeError, f"prompt 0: {shown}", "tokenizer(text).input_ids"):
+            next(engine.map([wrong]))
+    with refuses(TypeError, "prompt 0: input_ids has dtype torch.float32"):
+        next(engine.map([[1.5]]))
+    for wrong in (5, {"input_ids": [[1]]}):
+        with refuses(TypeError, f"prompts={type(wrong).__name__}: pass unpadded lists"):
+            engine.map(wrong)
     with refuses(ValueError, "prompt 0: row 0 of input_ids has an empty prompt"):
         next(engine.map([[]], **shared))
     with refuses(ValueError, "prompt 0: ", "max_length=100"):
@@ -546,6 +552,20 @@ def test_requests_of_many_threads_share_the_rows():
     [thread.join(120) for thread in threads]
     assert [said[at] for at in range(20)] == [alone(engine, *one) for one in requests]
     assert not slots.running and not slots.waiting
+
+
+def test_who_hears_of_an_end_may_submit_more():
+    engine, found = td.compile(*small_pair(), runtime="eager", **FIXED), []
+    slots, ids, done = engine.slots(), torch.ones(1, 3, dtype=torch.long), threading.Event()
+
+    def again(handle):
+        found.append(handle.result().new_tokens[0])
+        if len(found) == 3:
+            return done.set()
+        slots.submit(ids, max_new_tokens=4, eos_token_id=None).add_done_callback(again)
+
+    slots.submit(ids, max_new_tokens=4, eos_token_id=None).add_done_callback(again)
+    assert done.wait(60) and found == [found[0]] * 3
 
 
 def test_a_full_queue_and_what_no_row_can_hold(monkeypatch):

@@ -139,8 +139,8 @@ def map_prompts(
     ahead: int | None,
 ) -> Iterator[GenerateOutput]:
     """The outputs of ``prompts`` in their order; arguments as of `Engine.map`."""
-    if isinstance(prompts, Tensor | str):
-        kind = f"Tensor {tuple(prompts.shape)}" if isinstance(prompts, Tensor) else "str"
+    if isinstance(prompts, Tensor | str | Mapping) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__ + (f" {tuple(prompts.shape)}" if isinstance(prompts, Tensor) else "")
         raise TypeError(f"prompts={kind}: pass unpadded lists of ids, tokenizer(texts).input_ids.")
     counts = [len(each) for each in (prompts, options) if isinstance(each, Sized)]
     if len(counts) == 2 and counts[0] != counts[1]:
@@ -206,9 +206,10 @@ def _in_order(
 
 def _ids_of(prompt: Any) -> tuple[Tensor, Tensor]:
     """A prompt as ids and mask [1, T]."""
-    if isinstance(prompt, str):
-        raise TypeError(f"{prompt[:40]!r} is text: pass token ids, tokenizer(text).input_ids.")
-    ids = prompt if isinstance(prompt, Tensor) else torch.tensor(prompt, dtype=torch.long)
+    try:
+        ids = torch.as_tensor(prompt) if len(prompt) else torch.zeros(0, dtype=torch.long)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{str(prompt)[:40]!r}: pass token ids, tokenizer(text).input_ids.") from None
     ids = ids[None] if ids.ndim == 1 else ids
     return ids, torch.ones_like(ids)
 

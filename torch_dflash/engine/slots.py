@@ -25,7 +25,7 @@ from torch_dflash.requests.prompts import prompt_chunks
 from torch_dflash.requests.read import impure
 from torch_dflash.requests.request import Request, Row, row_requests
 from torch_dflash.rows import RowRequests
-from torch_dflash.runtime import HostRead, Progress, RowDelta, Runtime
+from torch_dflash.runtime import HostRead, Progress, Rounds, RowDelta, Runtime
 from torch_dflash.state import PromptChunk
 
 
@@ -226,7 +226,9 @@ class Lane:
         version.built.pair.check_free()
         try:
             with entering(version.built.pair):
-                self._chunk(version)
+                found = self._chunk(version)
+            if found is not None:  # whoever hears of it may submit more
+                self._take_in(version, *found)
         except BaseException as error:
             self._state = None  # a step that failed may have consumed it
             for row in list(self.rows):
@@ -243,13 +245,14 @@ class Lane:
         self._scheduler, self._pace = Scheduler.idle(self.plan), Pace()
         self._latest: dict[int, Row] = {}  # a row's grammar is asked until the row begins anew
 
-    def _chunk(self, version: Version) -> None:
+    def _chunk(self, version: Version) -> tuple | None:
+        """Run the device's part of a step. Return the arguments of `_take_in`; None: no row was live."""
         runtime, params = version.built.runtimes[self.replica], version.params[self.replica]
         compiled = runtime.compilations
         going = self._scheduler.going()
         new = self._admitted(version)
         if not self.rows:
-            return
+            return None
         self._version = version
         together = self._begin(runtime, params, new)
         prompts = self._prompts(new) if together else []
@@ -266,17 +269,29 @@ class Lane:
         for row, chunk in fed:
             self._state = runtime.feed(params, self._state, row, chunk)
         if not live:
-            return
+            return None
         turn, started = version.built.widths.next(self._pace), time.perf_counter()
         self._state = runtime.advance(params, self._state, turn, self._wanted(live))
         read, now = runtime.read(self._state, known, rounds), time.perf_counter()
         compiled = runtime.compilations - compiled
         self.compiled += compiled
         self._scheduler.update(read.length, read.done)
-        accepted = [self._take_in(row, read.row(row), turn.width, now) for row in live]
-        self.rounds += max(map(len, accepted), default=0)
         alone = not (prompts or fed or compiled)
-        version.built.widths.note(turn, now - started if alone else None, accepted, self._pace)
+        return live, read, turn, now, now - started if alone else None
+
+    def _take_in(
+        self,
+        version: Version,
+        live: list[int],
+        read: HostRead,
+        turn: Rounds,
+        now: float,
+        seconds: float | None,
+    ) -> None:
+        """Hand each row its read; rows that have ended leave."""
+        accepted = [self._hand_on(row, read.row(row), turn.width, now) for row in live]
+        self.rounds += max(map(len, accepted), default=0)
+        version.built.widths.note(turn, seconds, accepted, self._pace)
 
     def _begin(self, runtime: Runtime, params: Any, new: list[int]) -> bool:
         """Begin the requests of rows ``new``. Return whether their prompts are to be read together."""
@@ -349,8 +364,8 @@ class Lane:
             counts[row] = getattr(slot.progress, name)[0]
         return counts
 
-    def _take_in(self, row: int, read: HostRead, width: int, now: float) -> list[int]:
-        """Take in a row's read; what its host code raises ends its request alone."""
+    def _hand_on(self, row: int, read: HostRead, width: int, now: float) -> list[int]:
+        """Hand a row its read; an exception of its host code ends its request alone."""
         slot, accepted = self.rows[row], []
         slot.service.read_at.append(now)
         try:
