@@ -187,6 +187,17 @@ def test_a_lines_own_option_is_the_commands_or_an_error(target, monkeypatch, cap
     assert read(capsys.readouterr().out)[0]["text"]
 
 
+def test_values_that_clients_send_by_default_ask_for_nothing(target, monkeypatch, capsys):
+    fields = '"presence_penalty": 0.0, "frequency_penalty": 0, "top_logprobs": 0, "logprobs": 0'
+    fields += ', "modalities": ["text"], "truncate_prompt_tokens": -1'
+    plain = b'{"prompt": "x"}'
+    lines = [f'{{"prompt": "x", {fields}}}'.encode(), b'{"body": {"prompt": "x", "audio": null}}', plain]
+    assert decode(target, monkeypatch, lines) == 0
+    assert len({line["text"] for line in read(capsys.readouterr().out)}) == 1
+    assert decode(target, monkeypatch, lines[:1], "--presence-penalty", "0.5") == 1
+    assert "presence_penalty=0.0: every line has" in read(capsys.readouterr().out)[0]["error"]
+
+
 NO_COMMANDS = ['"n": 2', '"tools": [{}]', '"response_format": {"type": "json_object"}']
 NO_COMMANDS += ['"eos_token_id": 0', '"n": 0', '"skip_special_tokens": false', '"prompt_logprobs": 0']
 NO_COMMANDS += ['"guided_choice": ["a"]']

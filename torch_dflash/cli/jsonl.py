@@ -40,6 +40,10 @@ _IDLE: dict[str, Any] = dict.fromkeys(
 _IDLE |= dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "add_special_tokens"), True)
 _IDLE |= {"tool_choice": "none", "response_format": {"type": "text"}}
 """Values with which an option asks for nothing, besides null, and false and what is empty of all others."""
+_OFF = {"presence_penalty": 0, "frequency_penalty": 0, "logprobs": 0, "top_logprobs": 0}
+_OFF |= {"modalities": ["text"], "truncate_prompt_tokens": -1}
+"""Values that clients send by default. Each asks for nothing where the command leaves the option out, for no
+model's config has one of its own."""
 _BODY = (
     "model user metadata store service_tier stream_options request_id priority cache_salt safety_identifier "
     "prompt_cache_key return_token_ids parallel_tool_calls"
@@ -114,8 +118,8 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     for name in record:
         if name in FIELDS or name in OPTIONS or name == "seed":
             raise UserError(f"{name} beside body: a batch file has it inside of body; give it in one place.")
-    for name in body:
-        if name not in (*FIELDS, *OPTIONS, *_BODY, "seed"):
+    for name, value in body.items():
+        if value is not None and name not in (*FIELDS, *OPTIONS, *_BODY, "seed"):
             raise UserError(f"body has {name}: generate has no such option; leave it out.")
     if (url := record.get("url")) is not None and (not isinstance(url, str) or _URLS.get(url) not in body):
         known = " or ".join(f"{one} with {name}" for one, name in _URLS.items())
@@ -137,6 +141,8 @@ def _check_options(record: dict[str, Any], arguments: Any) -> None:
             continue
         own = getattr(arguments, OPTIONS[name], None)
         own = list(own) if isinstance(own, tuple) else own
+        if own in (None, False) and name in _OFF and value == _OFF[name]:
+            continue
         value = [value] if name == "stop" and isinstance(value, str) else value
         if value != own or type(value) is not type(own) and bool in (type(value), type(own)):
             known = f"every line has the command's, {json.dumps(own)}; give this one to a command of its own."

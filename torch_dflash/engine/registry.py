@@ -16,7 +16,7 @@ from torch_dflash.proposers.composed import holds_tensors, inner_of, key_of
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.targets.weights import LoadedTarget, model_of
 
-# As many as a chat of 32,768 positions comes to need (`capacity.py`), and some for other options.
+# As many as a chat of 32,768 positions comes to need (`torch_dflash/chat.py`), and some for other options.
 # Engines share the weights: one more is its programs and a model without tensors.
 ENGINES_PER_PAIR = 24
 

@@ -108,7 +108,9 @@ class Grammar:
         """
         kind = given.get("type") if isinstance(given, dict) else None
         if kind not in RESPONSE_FORMATS:
-            raise ValueError(f"response_format={_short(given)}: type: {' or '.join(RESPONSE_FORMATS)}.")
+            raise ValueError(
+                f"response_format={_short(given)}: its type must be {' or '.join(RESPONSE_FORMATS)}."
+            )
         if kind == "text":
             return None
         if tokenizer is None:
