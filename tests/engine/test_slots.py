@@ -434,6 +434,20 @@ def test_map_takes_options_of_each_prompt_and_refuses_bad_ones():
         next(engine.map([[1]], max_new_tokens=100))
 
 
+def test_seeds_of_map_are_counted_up_whatever_integer_they_are():
+    engine = td.compile(*small_pair(), runtime="eager", **FIXED)
+    options = {"do_sample": True, "temperature": 5.0, "max_new_tokens": 8, "eos_token_id": None}
+    ids = torch.tensor([[5, 6, 7]] * 3)
+    for seed in (5, np.int64(5), torch.tensor(5), 2**64 - 1, -1):
+        wanted = engine.generate(ids, seed=seed, **options)[:, 3:].tolist()
+        found = [one.new_tokens[0] for one in engine.map(ids.tolist(), seed=seed, **options)]
+        assert found == wanted and found[0] != found[1]
+    with refuses(ValueError, "prompts has more than 2 entries, options 2"):
+        list(engine.map([[1]] * 3, ({} for _ in range(2)), max_new_tokens=2))
+    with refuses(TypeError, "options: entry 0 is a str"):
+        list(engine.map([[1]], ["seed"]))
+
+
 def test_prompts_are_read_as_their_turn_comes():
     engine, read = td.compile(*small_pair(), runtime="eager", **FIXED), []
 
@@ -589,11 +603,13 @@ def test_a_full_queue_and_what_no_row_can_hold(monkeypatch):
         slots.submit(ids.expand(2, 3), max_new_tokens=3)
     with refuses(ValueError, "repetition_penalty"):
         slots.submit(ids, max_new_tokens=3, repetition_penalty=2.0)
-    assert waiting[4].cancel() and first.cancel()
+    assert waiting[4].cancel() and slots.waiting == 4
+    late = slots.submit(ids, max_new_tokens=2, eos_token_id=None)  # in the place of the one that was given up
+    assert waiting[4].cancelled() and late.cancel() and first.cancel()
     slots.step()
     with pytest.raises(CancelledError):
         first.result()
-    assert list(waiting[4]) == [] and waiting[4].cancelled()
+    assert list(waiting[4]) == list(waiting[4]) == []
     assert len(waiting[0].result().new_tokens[0]) == 50 and not waiting[0].cancel()
 
 

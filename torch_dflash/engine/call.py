@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
-from itertools import count, islice, repeat, starmap
+from itertools import islice, repeat, starmap
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch_dflash.engine.slots import Handle, Service, Slots, Version
 from torch_dflash.record import HostRecord
 from torch_dflash.requests.read import CallOptions
 from torch_dflash.requests.request import Request
-from torch_dflash.requests.row_values import drawn_seed
+from torch_dflash.requests.row_values import row_seeds
 from torch_dflash.runtime import Progress, RowDelta
 
 
@@ -148,14 +148,13 @@ def map_prompts(
     if ahead is not None:
         check_counts(ahead=ahead)
     engine.follow()
-    version, seed = engine.version(), shared.get("seed")
-    first = drawn_seed() if seed is None else seed
+    version, (first,) = engine.version(), row_seeds(shared.get("seed"), 1)
     plain = shared | {"return_dict_in_generate": True, "seed": first}
     call = engine.split(plain)
 
     def read(number: int, prompt: Any, own: Mapping[str, Any]) -> Request:
         try:
-            seeded = {"seed": first + number} if isinstance(first, int) else {}
+            seeded = {"seed": (first + number) % 2**64}
             requested = engine.split(plain | seeded | dict(own)) if own else _seeded(call, seeded)
             request = engine.read_rows(*_ids_of(prompt), requested)
             if len(request.rows) != 1:
@@ -164,7 +163,7 @@ def map_prompts(
             raise type(error)(f"prompt {number}: {error}") from error
         return request
 
-    numbered = zip(count(), prompts, repeat({}) if options is None else options, strict=False)
+    numbered = _paired(prompts, repeat({}) if options is None else options)
     rows = engine.plan.batch_size * slots.replicas
     return _in_order(starmap(read, numbered), slots, version, rows, ahead or AHEAD * rows)
 
@@ -202,6 +201,24 @@ def _in_order(
     finally:
         for handle in waiting:
             handle.cancel()
+
+
+def _paired(
+    prompts: Iterable[Any], options: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[int, Any, Mapping[str, Any]]]:
+    """Numbers, prompts and their own options; of iterators the lengths are not known before."""
+    own = iter(options)
+    for number, prompt in enumerate(prompts):
+        found = next(own, None)
+        if found is None:
+            raise ValueError(
+                f"prompts has more than {number} entries, options {number}: pass one mapping a prompt."
+            )
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"options: entry {number} is a {type(found).__name__}; pass one mapping a prompt."
+            )
+        yield number, prompt, found
 
 
 def _ids_of(prompt: Any) -> tuple[Tensor, Tensor]:

@@ -114,6 +114,7 @@ class Handle(Future):
         """
         while (delta := self._slots.next_of(self._deltas)) is not None:
             yield delta
+        self._deltas.put(None)  # for whoever iterates once more
         if not self.cancelled():
             super().result()
 
@@ -422,7 +423,8 @@ class Slots:
     @property
     def waiting(self) -> int:
         """Requests that have no row yet."""
-        return len(self._line) + sum(len(lane.inbox) for lane in self._lanes)
+        line = list(self._line)
+        return sum(not handle.left for handle in line) + sum(len(lane.inbox) for lane in self._lanes)
 
     @property
     def running(self) -> int:
@@ -472,7 +474,8 @@ class Slots:
             if self._queue is not None and self.waiting + len(handles) > self._queue:
                 raise QueueFull(f"{self.waiting} requests wait, queue={self._queue}; submit again later.")
             self._line += handles
-            self._deal()
+            left = self._deal()
+        _end(left)
         return handles
 
     @property
@@ -515,14 +518,16 @@ class Slots:
     def deal(self, lane: Lane) -> bool:
         """Give ``lane`` the next request, if there is one. Returns whether its inbox has one."""
         with self._lock:
-            self._deal()
-            return bool(lane.inbox)
+            left = self._deal()
+        _end(left)
+        return bool(lane.inbox)
 
     def freed(self, lane: Lane) -> None:
         """A row of ``lane`` is free."""
         with self._lock:
             lane.busy -= 1
-            self._deal()
+            left = self._deal()
+        _end(left)
 
     def least_busy(self) -> int:
         """The replica for a state that is decoded elsewhere."""
@@ -535,11 +540,11 @@ class Slots:
         """The replica with the fewest rows now, then with the fewest so far."""
         return min(self._lanes, key=lambda lane: (lane.busy, lane.taken, lane.replica))
 
-    def _deal(self) -> None:
+    def _deal(self) -> list[tuple[Handle, BaseException | None]]:
+        """Give requests to replicas. Return those to end without the lock: callbacks may submit more."""
+        ended: list[tuple[Handle, BaseException | None]] = [(one, None) for one in self._line if one.left]
+        self._line = deque(one for one in self._line if not one.left)
         while self._line:
-            if self._line[0].left:
-                self._line.popleft().end()
-                continue
             lane = self._next()
             if lane.busy >= self.plan.batch_size:
                 break
@@ -548,20 +553,21 @@ class Slots:
             lane.taken += 1
         if self._threads:
             for lane in self._lanes:
-                self._wake(lane)
+                ended += self._wake(lane)
+        return ended
 
-    def _wake(self, lane: Lane) -> None:
+    def _wake(self, lane: Lane) -> list[tuple[Handle, BaseException | None]]:
         if lane.thread is not None or lane.idle:
-            return
+            return []
         lane.thread = threading.Thread(target=self._serve, args=(lane,), name=f"replica {lane.replica}")
         try:
             lane.thread.start()
         except RuntimeError as error:  # the process may have no more threads
-            lane.thread = None
-            for handle in lane.inbox:
-                lane.busy -= 1
-                handle.end(error)
+            lane.thread, waiting = None, [*lane.inbox]
+            lane.busy -= len(waiting)
             lane.inbox.clear()
+            return [(handle, error) for handle in waiting]
+        return []
 
     def _serve(self, lane: Lane) -> None:
         try:
@@ -574,8 +580,14 @@ class Slots:
         except BaseException:
             with self._lock:
                 lane.thread = None
-                self._deal()  # another thread takes those that wait
+                left = self._deal()  # another thread takes those that wait
+            _end(left)
             raise
+
+
+def _end(handles: list[tuple[Handle, BaseException | None]]) -> None:
+    for handle, error in handles:
+        handle.end(error)
 
 
 CHECK_SECONDS = 1.0
