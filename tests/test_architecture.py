@@ -258,6 +258,7 @@ def test_the_round_names_no_proposer():
     assert {module for module, _ in imports(MODULES["torch_dflash.decode"]) if "proposers" in module} == {
         "torch_dflash.proposers.base",
         "torch_dflash.proposers.base.Proposer",
+        "torch_dflash.proposers.base.take_in",
     }
 
 

@@ -21,7 +21,7 @@ from torch_dflash.ops.trees import Tree, read_tree, rows_at, take_rows
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text, process
-from torch_dflash.proposers.base import Proposer
+from torch_dflash.proposers.base import Proposer, take_in
 from torch_dflash.record import note_picks
 from torch_dflash.sampling import pick_tokens, warped_logits
 from torch_dflash.state import DecodeState, Draft, DraftRequest, Sampling
@@ -132,6 +132,7 @@ def verify(
 
 def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Verified) -> DecodeState:
     """Keep the drafts that equal the target's picks, and the next pick, up to a stop id or the limit."""
+    rows = seen.ids, seen.picks
     seen, accepted, path = _accepted(pair.plan, drafted, seen)
     kept, stopped = trim_at_stop(seen.picks, accepted, state.stop_ids)
     remaining = state.limit - state.committed
@@ -142,7 +143,11 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
         length=state.length + count,
         done=state.done | (stopped & (kept <= remaining)) | (kept >= remaining),
         cache=tuple(layer.commit(count, path) for layer in seen.cache),
-        proposer=pair.proposer.observe(pstate, seen.features, seen.ids, seen.picks, count),
+        proposer=take_in(
+            pair.proposer.observe,
+            pair.proposer.verified(pstate, *rows),
+            *(seen.features, seen.ids, seen.picks, count, pair.target.embed),
+        ),
         rules=tuple(
             processor.observe(memory, seen.ids, count)
             for processor, memory in zip(pair.plan.processors, state.rules, strict=True)

@@ -16,6 +16,7 @@ from torch_dflash.decode import Pair, Params, pick
 from torch_dflash.ops.windows import clear_rows, put_slot, take_slot, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text
+from torch_dflash.proposers.base import take_in
 from torch_dflash.pytrees import register_state
 from torch_dflash.record import note_picks, start_record
 from torch_dflash.state import DecodeState, PromptChunk, Sampling
@@ -145,7 +146,7 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         length=length,
         done=torch.where(ended, hit_stop | (length + 1 >= state.limit), state.done),
         cache=out.cache,
-        proposer=proposer.ingest(state.proposer, out.features, ids, next_ids, count),
+        proposer=take_in(proposer.ingest, state.proposer, out.features, ids, next_ids, count, target.embed),
         rules=rules,
         record=note_picks(state.record, picks, out.logits, scores, length, ended.to(count.dtype)),
     )

@@ -35,6 +35,7 @@ from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
+from torch_dflash.proposers.base import take_in
 from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.trees.proposer import TreeProposer
@@ -288,7 +289,9 @@ def draft_pass(pair: Pair, state: DecodeState, features: Tensor | None) -> Decod
     drafted, pstate = steps.draft(pair, state)
     tokens = write_rows(state.tokens, drafted.tokens, state.committed, dim=1)
     ids = read_rows(tokens, state.length, pair.plan.verify_width + 1)
-    pstate = pair.proposer.observe(pstate, features, ids[:, :-1], ids[:, 1:], drafted.valid)
+    rows = ids[:, :-1], ids[:, 1:]
+    pstate = pair.proposer.verified(pstate, *rows)
+    pstate = take_in(pair.proposer.observe, pstate, features, *rows, drafted.valid, pair.target.embed)
     return replace(state, tokens=tokens, proposer=pstate)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Int
@@ -79,10 +81,28 @@ class Proposer(nn.Module):
         return pstate if snapshot is None else snapshot
 
     def ingest(
-        self, pstate: Any, features: Tensor | None, ids: Tensor, next_ids: Tensor, count: Tensor
+        self,
+        pstate: Any,
+        features: Tensor | None,
+        ids: Tensor,
+        next_ids: Tensor,
+        count: Tensor,
+        embed: Any = None,
     ) -> Any:
-        """Take in the first ``count`` [B] of C rows of a prompt; arguments as in `observe`."""
-        return self.observe(pstate, features, ids, next_ids, count)
+        """Take in the first ``count`` [B] of C rows of a prompt; arguments as in `observe`.
+
+        As `observe`, an ``ingest`` may name ``embed`` as a sixth argument or not.
+        """
+        return take_in(self.observe, pstate, features, ids, next_ids, count, embed)
+
+    def verified(self, pstate: Any, ids: Int[Tensor, "B M"], picks: Int[Tensor, "B M"]) -> Any:
+        """Take in the target's ``picks`` [B, M] after all M rows ``ids`` of a round, before `observe`.
+
+        The rows off the accepted path are among them: the anchor, then the draft's first M - 1 tokens. M is
+        the width of the round's verify pass, which may be narrower than the draft. A proposer within a
+        `torch_dflash.Union` or a `torch_dflash.TreeProposer` is not asked.
+        """
+        return pstate
 
     def observe(
         self, pstate: Any, features: Tensor | None, ids: Tensor, next_ids: Tensor, count: Tensor
@@ -93,6 +113,7 @@ class Proposer(nn.Module):
 
         ``ids`` [B, M] are the tokens of the features [B, M, n*H] (the anchor and accepted drafts),
         ``next_ids`` [B, M] the tokens after them (accepted and bonus; the bonus has no feature yet).
+        A method that names a further argument ``embed`` gets the target's raw embedding, as `propose` does.
         """
         return pstate
 
@@ -137,3 +158,14 @@ class Proposer(nn.Module):
     def cost(self, plan: DecodePlan, context: int) -> Cost:
         """The cost of a draft with ``context`` committed tokens in every row."""
         return Cost()
+
+
+def take_in(method: Callable[..., Any], *given: Any) -> Any:
+    """Call a proposer's ``ingest`` or ``observe``.
+
+    Args:
+        method: bound. given: its five arguments, then ``embed``, which only a method that names it gets.
+    """
+    *rows, embed = given
+    named = "embed" in inspect.signature(method).parameters
+    return method(*rows, embed=embed) if named else method(*rows)

@@ -10,7 +10,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from torch_dflash.proposers.base import Cost, Proposer
+from torch_dflash.proposers.base import Cost, Proposer, take_in
 from torch_dflash.pytrees import register_state
 
 
@@ -66,11 +66,17 @@ class Several(Proposer):
         pairs = zip(self._pairs(pstate), saved, strict=True)
         return States(tuple(part.rewind(state, kept, one) for (part, state), one in pairs))
 
-    def ingest(self, pstate, features, ids, next_ids, count) -> States:
-        return self._each(pstate, lambda part, state: part.ingest(state, features, ids, next_ids, count))
+    def ingest(self, pstate, features, ids, next_ids, count, embed=None) -> States:
+        given = features, ids, next_ids, count, embed
+        return self._each(pstate, lambda part, state: take_in(part.ingest, state, *given))
 
-    def observe(self, pstate, features, ids, next_ids, count) -> States:
-        return self._each(pstate, lambda part, state: part.observe(state, features, ids, next_ids, count))
+    def verified(self, pstate, ids, picks) -> States:
+        """Pass no rows on: a round's rows are some of all parts' nodes, and no part drafted them alone."""
+        return pstate
+
+    def observe(self, pstate, features, ids, next_ids, count, embed=None) -> States:
+        given = features, ids, next_ids, count, embed
+        return self._each(pstate, lambda part, state: take_in(part.observe, state, *given))
 
     def skip(self, pstate, anchor, length, embed, head) -> States:
         return self._each(pstate, lambda part, state: part.skip(state, anchor, length, embed, head))

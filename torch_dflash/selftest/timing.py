@@ -20,7 +20,7 @@ from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.ops.windows import write_rows
-from torch_dflash.proposers.base import Proposer
+from torch_dflash.proposers.base import Proposer, take_in
 from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.selftest.backend import Backend
 from torch_dflash.selftest.pairs import make_drafter, make_target
@@ -111,7 +111,9 @@ def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
         state,
         tokens=write_rows(state.tokens, drafted.tokens, state.committed, dim=1),
         length=state.length + count,
-        proposer=pair.proposer.observe(pstate, features, ids, drafted.tokens, count),
+        proposer=take_in(
+            pair.proposer.observe, pstate, features, ids, drafted.tokens, count, pair.target.embed
+        ),
     )
 
 
