@@ -35,6 +35,7 @@ _PUBLIC = {
     "proposers.dflash.model": "DFlashDraftModel",
     "proposers.dflash2.model": "DFlash2Config DFlash2DraftModel",
     "proposers.narrow": "frequent_ids with_draft_vocabulary",
+    "proposers.lookahead": "LookaheadProposer",
     "proposers.ngram": "NGramProposer",
     "proposers.trees.nodes": "Nodes",
     "proposers.trees.proposer": "TreeProposer",
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
     from torch_dflash.proposers.dflash2.model import DFlash2Config as DFlash2Config
     from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
+    from torch_dflash.proposers.lookahead import LookaheadProposer as LookaheadProposer
     from torch_dflash.proposers.narrow import frequent_ids as frequent_ids
     from torch_dflash.proposers.narrow import with_draft_vocabulary as with_draft_vocabulary
     from torch_dflash.proposers.ngram import NGramProposer as NGramProposer

@@ -75,7 +75,8 @@ def reset_on(runtime, engine, params, state, rows, requests):
 @pytest.mark.parametrize("kind", ["dflash", "ring", "dflash2", "ngram", "plain"])
 def test_a_row_is_given_to_another_request(pairs, kind, where):
     target, drafter = pairs[kind if kind in pairs else "full"]
-    drafter = {"ngram": td.NGramProposer(5), "plain": None}.get(kind, drafter)
+    others = {"ngram": td.NGramProposer(5), "lookahead": td.LookaheadProposer(3, 4, 2), "plain": None}
+    drafter = others.get(kind, drafter)
     engine = td.compile(target, drafter, runtime=where, max_length=64, batch_size=2)
     runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
     generation = Generation.begin(runtime, engine.plan, params, ask(engine, [OLD, OTHER]))
@@ -97,6 +98,10 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     seen = look(runtime, fresh.state)
     texts = [seen.tokens[row, : seen.length[row] + 1].tolist() for row in (0, 1)]
     assert texts == [NEXT + own_text(target, NEXT, NEW), OTHER + own_text(target, OTHER, NEW)]
+
+
+def test_a_row_with_a_window_of_guesses_is_given_to_another_request(pairs):
+    test_a_row_is_given_to_another_request(pairs, "lookahead", "eager")
 
 
 def test_without_the_reset_the_old_occupant_shows(pairs, monkeypatch):
