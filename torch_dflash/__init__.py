@@ -34,6 +34,7 @@ _PUBLIC = {
     "proposers.dflash.config": "DFlashConfig",
     "proposers.dflash.model": "DFlashDraftModel",
     "proposers.dflash2.model": "DFlash2Config DFlash2DraftModel",
+    "proposers.medusa.model": "MedusaConfig MedusaDraftModel",
     "proposers.narrow": "frequent_ids with_draft_vocabulary",
     "proposers.lookahead": "LookaheadProposer",
     "proposers.ngram": "NGramProposer",
@@ -93,6 +94,8 @@ if TYPE_CHECKING:
     from torch_dflash.proposers.dflash2.model import DFlash2Config as DFlash2Config
     from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
     from torch_dflash.proposers.lookahead import LookaheadProposer as LookaheadProposer
+    from torch_dflash.proposers.medusa.model import MedusaConfig as MedusaConfig
+    from torch_dflash.proposers.medusa.model import MedusaDraftModel as MedusaDraftModel
     from torch_dflash.proposers.narrow import frequent_ids as frequent_ids
     from torch_dflash.proposers.narrow import with_draft_vocabulary as with_draft_vocabulary
     from torch_dflash.proposers.ngram import NGramProposer as NGramProposer

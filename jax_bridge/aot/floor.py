@@ -122,8 +122,8 @@ def _embeddings(pair: Pair) -> set[str]:
 
 
 def _own_head(pair: Pair) -> bool:
-    drafter = getattr(pair.proposer, "drafter", None)
-    return getattr(drafter, "lm_head", None) is not None
+    config = getattr(getattr(pair.proposer, "drafter", None), "config", None)
+    return getattr(config, "own_head", False)
 
 
 def _sizes(params: Shapes) -> dict[str, int]:

@@ -70,7 +70,7 @@ class Proposer(DFlashProposer):
         """Load the drafter; ``target_model`` is unused: the runner holds it."""
         target = copy(self.vllm_config.model_config.hf_text_config)
         target.dtype = self.vllm_config.model_config.dtype  # vLLM computes in it, whatever the files hold
-        drafter = load_drafter(self.draft_model_config.model, target, target.dtype, **self.source)
+        drafter: Any = load_drafter(self.draft_model_config.model, target, target.dtype, **self.source)
         module = PagedDrafter(drafter.eval(), self.num_speculative_tokens)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.state_leaves = {

@@ -9,7 +9,7 @@ import torch
 from support.authors import SECOND
 from support.scripted import own_text
 from support.states import look
-from support.tiny import make_pair
+from support.tiny import make_pair, make_target, randomise
 from torch.utils import _pytree as pytree
 
 import torch_dflash as td
@@ -39,7 +39,15 @@ def pairs():
             layer_types=["sliding_attention"] * 2,
         ),
         "dflash2": make_pair("llama", agree=4.0, **SECOND),
+        "medusa": (target := make_target("llama"), randomise(td.MedusaDraftModel(heads_for(target)), 7)),
     }
+
+
+def heads_for(target):
+    given = target.config
+    return td.MedusaConfig(
+        vocab_size=given.vocab_size, hidden_size=given.hidden_size, num_target_layers=given.num_hidden_layers
+    )
 
 
 def poisoned(state, row):
@@ -100,8 +108,9 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     assert texts == [NEXT + own_text(target, NEXT, NEW), OTHER + own_text(target, OTHER, NEW)]
 
 
-def test_a_row_with_a_window_of_guesses_is_given_to_another_request(pairs):
-    test_a_row_is_given_to_another_request(pairs, "lookahead", "eager")
+@pytest.mark.parametrize("kind", ["lookahead", "medusa"])
+def test_an_eager_row_is_given_to_another_request(pairs, kind):
+    test_a_row_is_given_to_another_request(pairs, kind, "eager")
 
 
 def test_without_the_reset_the_old_occupant_shows(pairs, monkeypatch):

@@ -13,6 +13,7 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.model import DFlash2Config, DFlash2DraftModel
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.proposers.layouts.layout import Fields
+from torch_dflash.proposers.medusa.model import MedusaConfig, MedusaDraftModel
 
 KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
     False: (DFlashConfig, DFlashDraftModel),
@@ -23,7 +24,7 @@ KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
 
 def load_drafter(
     source: str | os.PathLike[str], target: Any = None, dtype: Any = "auto", **options: Any
-) -> DFlashDraftModel:
+) -> DFlashDraftModel | MedusaDraftModel:
     """The drafter in a directory or hub repository, of any kind and layout.
 
     Args:
@@ -34,12 +35,14 @@ def load_drafter(
         **options: further options of ``from_pretrained`` (``revision``, ``subfolder``, ``token`` ...).
 
     Returns:
-        A `DFlashDraftModel` or a `DFlash2DraftModel`.
+        A `DFlashDraftModel`, a `DFlash2DraftModel` or a `MedusaDraftModel`.
 
     Raises:
         OSError, ValueError, TypeError: names the field or tensor at fault.
     """
     read = read_config(source, options)
+    if _is_medusa(read):
+        return MedusaDraftModel.from_pretrained(source, target=target, dtype=dtype, **options)
     _, model = _kind(read, source)
     drafter: Any = model.from_pretrained(source, target=target, dtype=dtype, **{"config": read} | options)
     return drafter
@@ -48,13 +51,21 @@ def load_drafter(
 def load_drafter_config(source: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
     """The config of the drafter in a directory or hub repository; options and errors as in `load_drafter`."""
     read = read_config(source, options)
+    if _is_medusa(read):
+        return MedusaConfig.from_dict(read)
     config, _ = _kind(read, source)
     return config.from_dict(config.in_our_fields(read, source))
 
 
 def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
     """An untrained drafter of ``config``."""
+    if isinstance(config, MedusaConfig):
+        return MedusaDraftModel(config)
     return KINDS[isinstance(config, DFlash2Config)][1](config)
+
+
+def _is_medusa(read: Fields) -> bool:
+    return read.get("model_type") == MedusaConfig.model_type
 
 
 def _kind(read: Fields, source: Any) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:

@@ -106,7 +106,7 @@ def check_pair(target: Any, drafter: Any) -> None:
 
     Args:
         target: as `facts_of` takes it.
-        drafter: a `DFlashDraftModel`, or its config alone.
+        drafter: a `DFlashDraftModel` or a `MedusaDraftModel`, or its config alone.
     """
     config = getattr(drafter, "config", drafter)
     facts = target if isinstance(target, TargetFacts) else facts_of(target)
@@ -117,7 +117,8 @@ def check_pair(target: Any, drafter: Any) -> None:
         if taps != len(config.target_layer_ids):
             named = f"target_layer_ids names {len(config.target_layer_ids)} taps, but fc takes {taps:g}"
             raise ValueError(f"{named}; config and weights are of different drafters.")
-    _check_ids(config, facts)
+    if hasattr(config, "mask_token_id"):  # Medusa's heads read no embedding
+        _check_ids(config, facts)
     _check_devices(target, drafter)
 
 

@@ -53,7 +53,7 @@ def load_pair(
     if dtype != "auto":
         config.get_text_config().dtype = dtype
     tokenizer = AutoTokenizer.from_pretrained(target, **options)
-    drafter = load_drafter(source, config, dtype, **options)
+    drafter: Any = load_drafter(source, config, dtype, **options)
     for odd in mask_in_texts(tokenizer, drafter.config.mask_token_id):
         warnings.warn(str(odd), stacklevel=2)
     return load_target(target, dtype, config, **options).eval(), drafter.eval(), tokenizer

@@ -20,10 +20,9 @@ from torch_dflash.ops.windows import positions, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Cost, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.dflash.vocabulary import Noise
+from torch_dflash.proposers.dflash.vocabulary import noise_of
 from torch_dflash.proposers.trees.nodes import Nodes, beam, children
 from torch_dflash.pytrees import register_state
-from torch_dflash.sampling import noisy_logits
 from torch_dflash.state import Draft, DraftRequest
 from torch_dflash.targets.skeleton import build_skeleton
 
@@ -159,13 +158,13 @@ class DFlashProposer(Proposer):
         self, pstate, anchor, length, embed, head, request: DraftRequest | None = None
     ) -> tuple[Draft, DFlashState]:
         hidden, pstate = self._block(pstate, anchor, length, embed)
-        noise = None if request is None else _noise(length, request)
+        noise = None if request is None else noise_of(length, request)
         tokens = self.drafter.choose(hidden, anchor, head, noise)
         return Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1)), pstate
 
     def nodes(self, pstate, anchor, length, embed, head, request) -> tuple[Nodes, DFlashState]:
         hidden, pstate = self._block(pstate, anchor, length, embed)
-        following = self.drafter.branches(hidden, head, _noise(length, request), children(request.rows))
+        following = self.drafter.branches(hidden, head, noise_of(length, request), children(request.rows))
         return beam(following, anchor, self.width - 1, request.rows), pstate
 
     def _block(self, pstate: DFlashState, anchor, length, embed) -> tuple[Tensor, DFlashState]:
@@ -207,13 +206,3 @@ class DFlashProposer(Proposer):
 
 def _rings(pstate: DFlashState) -> tuple[RingLayer, ...]:
     return tuple(layer for layer in pstate.layers if isinstance(layer, RingLayer))
-
-
-def _noise(length: Tensor, request: DraftRequest) -> Noise:
-    """The sampled rows' noise at the positions of their drafts."""
-    sampling, sampled = request.sampling, request.sampling.temperature > 0
-    return Noise(
-        sampled,
-        lambda logits, ids: noisy_logits(logits, positions(length + 1, logits.shape[1]), sampling, ids),
-        torch.where(sampled, sampling.temperature, 1.0).clamp(min=1e-30),
-    )

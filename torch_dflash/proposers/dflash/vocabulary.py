@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from torch_dflash.ops.control_flow import branch
 from torch_dflash.ops.spread import likeliest
+from torch_dflash.ops.windows import positions
 from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
 from torch_dflash.proposers.trees.nodes import Following
+from torch_dflash.sampling import noisy_logits
+from torch_dflash.state import DraftRequest
 
 
 class Noise(NamedTuple):
@@ -28,6 +31,16 @@ class Noise(NamedTuple):
     sampled: Bool[Tensor, " B"]
     added: Callable[[Tensor, int | Tensor], Tensor]
     scale: Float[Tensor, " B"]
+
+
+def noise_of(length: Tensor, request: DraftRequest) -> Noise:
+    """The sampled rows' noise at the positions of their drafts."""
+    sampling, sampled = request.sampling, request.sampling.temperature > 0
+    return Noise(
+        sampled,
+        lambda logits, ids: noisy_logits(logits, positions(length + 1, logits.shape[1]), sampling, ids),
+        torch.where(sampled, sampling.temperature, 1.0).clamp(min=1e-30),
+    )
 
 
 class DraftVocabulary:

@@ -12,6 +12,7 @@ from torch_dflash.plan import MOST_TREE_ROWS
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.proposers.composed import Composed, Several, States
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.medusa.model import MedusaDraftModel
 from torch_dflash.proposers.trees.nodes import best, in_preorder, join, known_nodes
 from torch_dflash.state import Draft, DraftRequest, Sampling
 
@@ -56,15 +57,15 @@ class TreeProposer(Composed):
     paths are scored with its noise (`docs/proposers.md`).
 
     Args:
-        drafter: a `DFlashDraftModel`, v1, DFlash2 or DSpark.
+        drafter: a `DFlashDraftModel`, v1, DFlash2 or DSpark, or a `MedusaDraftModel`.
         rows: of the verify pass, the anchor included, from 2 to 64.
 
     Raises:
-        TypeError: ``drafter`` is no `DFlashDraftModel`. ValueError: ``rows`` is out of range.
+        TypeError: ``drafter`` is no such model. ValueError: ``rows`` is out of range.
     """
 
     def __init__(self, drafter: Any, rows: int = 16):
-        if not isinstance(drafter, DFlashDraftModel):
+        if not isinstance(drafter, DFlashDraftModel | MedusaDraftModel):
             fix = "pass rows to td.Union" if isinstance(drafter, Composed) else "pass one of td.load_drafter"
             raise TypeError(f"drafter={type(drafter).__name__}: a tree is made of a drafter's block; {fix}.")
         check_tree_rows(rows)
