@@ -39,7 +39,7 @@ FLOORS = {
         "engine",
         "generation",
         "integrations pieces selftest train",
-        "chat doctor",
+        "bench chat doctor",
         "cli",
         "__main__",
     ],

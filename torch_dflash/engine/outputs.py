@@ -62,6 +62,12 @@ class DecodeStats:
         ]
 
     @property
+    def tokens_per_round(self) -> float:
+        """Tokens after the first over rounds, those that the cap cut included; nan without rounds."""
+        lengths = [length for row in self.acceptance_lengths for length in row]
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+    @property
     def mean_acceptance_length(self) -> float:
         """Mean tokens per target forward (tau), rounds that the cap cut left out; nan without rounds."""
         whole = self.whole_rounds

@@ -1,0 +1,125 @@
+"""The drafting methods that ``torch-dflash bench`` compares, by the words of ``--methods``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dflash.proposers import NGramProposer
+from torch_dflash.proposers.lookahead import LookaheadProposer
+from torch_dflash.proposers.trees.proposer import TreeProposer
+from torch_dflash.proposers.union import Union
+
+WIDTH = 8
+"""Rows of prompt lookup, and drafts of transformers' own, where ``--methods`` says no other number."""
+HEADS = "eagle3", "medusa", "dflash", "dflash2"
+TREES: dict[str, Callable[[Any, int], Any]] = {
+    "tree": TreeProposer,
+    "union": lambda drafter, rows: Union(NGramProposer(), drafter, rows=rows),
+}
+OWN = {"plain": "plain decoding", "lookup": "prompt lookup", "lookahead": "lookahead decoding"}
+THEIRS = {"hf": "plain", "hf-lookup": "prompt_lookup_num_tokens", "hf-dflash": 'speculation_type="dflash"'}
+FORMS = "plain, lookup[:W], lookahead, hf, hf-lookup[:W], hf-dflash[=DIR], hf-assistant=DIR, " + ", ".join(
+    [*(f"{head}=DIR" for head in HEADS), *(f"{tree}:ROWS[=DIR]" for tree in TREES)]
+)
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of ``--methods`` such as ``tree:16=DIR``: its kind, number and drafter."""
+
+    name: str
+    kind: str
+    number: int | None
+    source: str | None
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method.
+
+    Attributes:
+        drafter: as `torch_dflash.compile` takes it. theirs: arguments of transformers' own ``generate``;
+            None: this library decodes.
+        weights: parameters that draft, all of them.
+    """
+
+    name: str
+    drafter: Any = None
+    theirs: dict[str, Any] | None = None
+    weights: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it drafts nothing."""
+        return self.drafter is None and not self.theirs
+
+
+def read_words(text: str) -> list[Word]:
+    """The methods that ``text`` names, in order; ``plain`` comes first.
+
+    Raises:
+        ValueError: an unknown, doubled or incomplete word.
+    """
+    words = [_word(word.strip()) for word in text.split(",") if word.strip()]
+    names = [word.name for word in words]
+    if doubled := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{doubled}: named twice; leave one out.")
+    if all(word.source is None for word in words if word.kind in ("dflash", "dflash2")):
+        for word in words:
+            if word.kind in (*TREES, "hf-dflash") and word.source is None:
+                raise ValueError(f"{word.name}: of no drafter; add dflash=DIR, or write {word.name}=DIR.")
+    return [Word("plain", "plain", None, None), *(word for word in words if word.kind != "plain")]
+
+
+def make_methods(words: list[Word], load: Callable[[str], Any]) -> list[Method]:
+    """The methods of ``words``; ``load`` reads a drafter by its folder, hub id or ``demo``."""
+    first = next((word.source for word in words if word.kind in ("dflash", "dflash2")), None)
+    loaded: dict[str, Any] = {}
+
+    def drafter(word: Word) -> Any:
+        source = word.source or first
+        assert source is not None
+        if source not in loaded:
+            loaded[source] = load(source)
+        return loaded[source]
+
+    return [_method(word, drafter) for word in words]
+
+
+def _method(word: Word, drafter: Callable[[Word], Any]) -> Method:
+    width = word.number or WIDTH
+    if word.kind == "plain":
+        return Method(word.name)
+    if word.kind == "lookup":
+        return Method(word.name, NGramProposer(width))
+    if word.kind == "lookahead":
+        return Method(word.name, LookaheadProposer())
+    if word.kind == "hf":
+        return Method(word.name, theirs={})
+    if word.kind == "hf-lookup":
+        return Method(word.name, theirs={"prompt_lookup_num_tokens": width - 1})
+    own = drafter(word)
+    weights = sum(weight.numel() for weight in own.parameters())
+    if word.kind.startswith("hf-"):
+        more = {"speculation_type": "dflash"} if word.kind == "hf-dflash" else {}
+        return Method(word.name, theirs={"assistant_model": own} | more, weights=weights)
+    if word.kind in TREES:
+        own = TREES[word.kind](own, width)
+    return Method(word.name, own, weights=weights)
+
+
+def _word(word: str) -> Word:
+    name, _, source = word.partition("=")
+    kind, _, number = name.partition(":")
+    numbered = kind in ("lookup", "hf-lookup", *TREES)
+    if kind not in (*OWN, *THEIRS, "hf-assistant", *HEADS, *TREES) or (number and not numbered):
+        raise ValueError(f"{word}: no such method; take some of {FORMS}.")
+    if number and (not number.isdecimal() or not 2 <= int(number) <= 64) or (kind in TREES and not number):
+        raise ValueError(f"{word}: give rows from 2 to 64, the anchor included, as {kind}:16.")
+    if kind in (*HEADS, "hf-assistant") and not source:
+        raise ValueError(f"{word}: name its drafter, as {kind}=DIR.")
+    if source and kind not in (*HEADS, *TREES, "hf-dflash", "hf-assistant"):
+        raise ValueError(f"{word}: {kind} has no drafter; leave ={source} out.")
+    return Word(name, kind, int(number) if number else None, source or None)
