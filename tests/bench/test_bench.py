@@ -101,8 +101,10 @@ def test_walls_are_those_of_the_clock_and_a_slow_method_is_seen():
 
 
 def test_words_name_methods():
-    words = read_words("lookup, lookup:16,hf-lookup,dflash=a,tree:16,union:8=b,hf-dflash,eagle3=c,plain")
-    assert [word.name for word in words][:3] == ["plain", "lookup", "lookup:16"]
+    words = read_words(
+        "lookup, lookup:128,hf-lookup,dflash=a,dflash:4=a,tree:16,union:8=b,hf-dflash,eagle3=c,plain"
+    )
+    assert [word.name for word in words][:3] == ["plain", "lookup", "lookup:128"]
     loads = []
 
     def load(source):
@@ -111,7 +113,8 @@ def test_words_name_methods():
 
     methods = {method.name: method for method in make_methods(words, load)}
     assert loads == ["a", "b", "c"] and methods["plain"].plain and not methods["hf-lookup"].plain
-    assert methods["lookup:16"].drafter.width == 16 and methods["tree:16"].drafter.rows == 16
+    assert methods["lookup:128"].drafter.width == 128 and methods["tree:16"].drafter.rows == 16
+    assert methods["dflash:4"].verify_width == 4 and methods["dflash"].verify_width is None
     assert methods["hf-dflash"].theirs["speculation_type"] == "dflash"
     assert methods["hf-lookup"].theirs == {"prompt_lookup_num_tokens": 7}
     bad = {
@@ -123,7 +126,8 @@ def test_words_name_methods():
         "hf-dflash": "of no drafter",
         "medusa": "name its drafter",
         "lookahead=a": "has no drafter",
-        "dflash:8=a": "no such method",
+        "dflash:65=a": "give rows from 2 to 64",
+        "lookahead:8": "no such method",
     }
     for text, message in bad.items():
         with refuses(ValueError, message):

@@ -21,8 +21,10 @@ TREES: dict[str, Callable[[Any, int], Any]] = {
 OWN = {"plain": "plain decoding", "lookup": "prompt lookup", "lookahead": "lookahead decoding"}
 THEIRS = {"hf": "plain", "hf-lookup": "prompt_lookup_num_tokens", "hf-dflash": 'speculation_type="dflash"'}
 FORMS = "plain, lookup[:W], lookahead, hf, hf-lookup[:W], hf-dflash[=DIR], hf-assistant=DIR, " + ", ".join(
-    [*(f"{head}=DIR" for head in HEADS), *(f"{tree}:ROWS[=DIR]" for tree in TREES)]
+    [*(f"{head}[:W]=DIR" for head in HEADS), *(f"{tree}:ROWS[=DIR]" for tree in TREES)]
 )
+WIDEST = {"lookup": 512, "hf-lookup": 512} | dict.fromkeys((*HEADS, *TREES), 64)
+"""The most rows by the kinds whose word may hold a number."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ class Method:
     Attributes:
         drafter: as `torch_dflash.compile` takes it. theirs: arguments of transformers' own ``generate``;
             None: this library decodes.
-        weights: parameters that draft, all of them.
+        weights: parameters that draft, all of them. verify_width: rows of a chain's verify pass; None: all.
     """
 
     name: str
     drafter: Any = None
     theirs: dict[str, Any] | None = None
     weights: int = 0
+    verify_width: int | None = None
 
     @property
     def plain(self) -> bool:
@@ -106,18 +109,18 @@ def _method(word: Word, drafter: Callable[[Word], Any]) -> Method:
         more = {"speculation_type": "dflash"} if word.kind == "hf-dflash" else {}
         return Method(word.name, theirs={"assistant_model": own} | more, weights=weights)
     if word.kind in TREES:
-        own = TREES[word.kind](own, width)
-    return Method(word.name, own, weights=weights)
+        return Method(word.name, TREES[word.kind](own, width), weights=weights)
+    return Method(word.name, own, weights=weights, verify_width=word.number)
 
 
 def _word(word: str) -> Word:
     name, _, source = word.partition("=")
     kind, _, number = name.partition(":")
-    numbered = kind in ("lookup", "hf-lookup", *TREES)
-    if kind not in (*OWN, *THEIRS, "hf-assistant", *HEADS, *TREES) or (number and not numbered):
+    most = WIDEST.get(kind, 0)
+    if kind not in (*OWN, *THEIRS, "hf-assistant", *HEADS, *TREES) or (number and not most):
         raise ValueError(f"{word}: no such method; take some of {FORMS}.")
-    if number and (not number.isdecimal() or not 2 <= int(number) <= 64) or (kind in TREES and not number):
-        raise ValueError(f"{word}: give rows from 2 to 64, the anchor included, as {kind}:16.")
+    if number and (not number.isdecimal() or not 2 <= int(number) <= most) or (kind in TREES and not number):
+        raise ValueError(f"{word}: give rows from 2 to {most}, the anchor included, as {kind}:16.")
     if kind in (*HEADS, "hf-assistant") and not source:
         raise ValueError(f"{word}: name its drafter, as {kind}=DIR.")
     if source and kind not in (*HEADS, *TREES, "hf-dflash", "hf-assistant"):

@@ -24,6 +24,7 @@ from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.conversations import check_turns, converse
 from torch_dflash.train.answers.data import Prompt
 
+PLAIN = Method("plain")
 Answers = list[tuple[list[int], list[int]]]
 """Prompt and answer of each question, as ids."""
 
@@ -64,7 +65,7 @@ class Bench:
         def answer(rows: list[list[int]]) -> list[list[int]]:
             room = bucket(max(map(len, rows)))
             if room not in engines:
-                engines[room] = self._engine(None, room)
+                engines[room] = self._engine(PLAIN, room)
             return decode(engines[room], rows, self.options.max_new_tokens, self.stops)[1]
 
         sizes = {"batch_size": self.options.batch_size, "longest": self.longest, "template": self.template}
@@ -107,9 +108,7 @@ class Bench:
         timed = {
             method.name: transformers_own(self.target, self.stops, **method.theirs)
             if method.theirs is not None
-            else ours(
-                self._engine(method.drafter, room, batch_size=1, rounds_per_chunk=1).warmup(), self.stops
-            )
+            else ours(self._engine(method, room, batch_size=1, rounds_per_chunk=1).warmup(), self.stops)
             for method in self.methods
         }
         for answer in timed.values():
@@ -122,11 +121,11 @@ class Bench:
         prompts, texts = [prompt for prompt, _ in answers], [text for _, text in answers]
         room = bucket(max(map(len, prompts)))
         rule = GivenText(self._capacity(room))
-        return replay(self._engine(method.drafter, room, rule), prompts, texts, self.stops)
+        return replay(self._engine(method, room, rule), prompts, texts, self.stops)
 
     def _decoded(self, method: Method, answers: Answers) -> Count:
         prompts = [prompt for prompt, _ in answers]
-        engine = self._engine(method.drafter, bucket(max(map(len, prompts))))
+        engine = self._engine(method, bucket(max(map(len, prompts))))
         count, texts = decode(engine, prompts, self.options.max_new_tokens, self.stops)
         self._compare(count, answers, texts)
         return count
@@ -148,11 +147,12 @@ class Bench:
             count.parted += found is not None
             count.ties += found == "tie"
 
-    def _engine(self, drafter: Any, room: int, *rules: Any, **more: Any) -> Engine:
-        options = {"batch_size": self.options.batch_size, "processors": rules, "filters": False} | more
+    def _engine(self, method: Method, room: int, *rules: Any, **more: Any) -> Engine:
+        options = {"batch_size": self.options.batch_size, "processors": rules, "filters": False}
+        options |= {"verify_width": method.verify_width} | more
         return Engine(
             self.target,
-            drafter,
+            method.drafter,
             EngineOptions(runtime=self.options.runtime, max_length=self._capacity(room), **options),
         )
 
