@@ -81,13 +81,15 @@ class Count:
         return math.sqrt(squares * answers / (answers - 1)) / count
 
     @property
+    def whole_rounds(self) -> list[int]:
+        """The tokens of each round that the limit did not cut."""
+        pairs = zip(self.rounds, self.cut, strict=True)
+        return [length for own, cut in pairs for length in (own[:-1] if cut else own)]
+
+    @property
     def survival(self) -> list[float]:
         """Share of whole rounds that accepted draft k and all before it, k = 1, 2, ..."""
-        whole = [
-            length
-            for own, cut in zip(self.rounds, self.cut, strict=True)
-            for length in (own[:-1] if cut else own)
-        ]
+        whole = self.whole_rounds
         deepest = max(whole, default=1)
         return [sum(length > k for length in whole) / len(whole) for k in range(1, deepest)]
 
@@ -95,7 +97,7 @@ class Count:
     def conditional(self) -> list[float | None]:
         """Share of whole rounds that accepted draft k among those that accepted draft k - 1; None of few."""
         alive, before, found = self.survival, 1.0, []
-        count = sum(map(len, self.rounds)) - sum(self.cut)
+        count = len(self.whole_rounds)
         for share in alive:
             found.append(share / before if before * count >= FEWEST else None)
             before = share
@@ -106,6 +108,7 @@ class Count:
         return {
             "answers": len(self.rounds),
             "rounds": sum(map(len, self.rounds)),
+            "whole_rounds": len(self.whole_rounds),
             "tokens_per_round": _figure(self.tokens_per_round),
             "standard_error": _figure(self.standard_error),
             "survival": [round(share, 4) for share in self.survival],
