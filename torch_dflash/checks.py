@@ -209,6 +209,11 @@ def check_target(target: Any) -> None:
     head = getattr(target, "get_output_embeddings", lambda: None)()
     if head is None or getattr(target, "generation_config", None) is None:
         raise TypeError(f"target={name}: pass a transformers causal LM (AutoModelForCausalLM).")
+    if name.endswith("ForBlockDiffusion"):
+        raise TypeError(
+            f"target={name}: it denoises a canvas of tokens, and has no text from left to right that drafts "
+            "could be verified in; pass a causal LM."
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise TypeError(f"target={name}: encoder-decoder models cannot be drafted for; pass a causal LM.")
 

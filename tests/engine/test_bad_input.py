@@ -206,6 +206,9 @@ def test_what_is_no_target(pair):
             call(other, drafter)
     with refuses(TypeError, "target=T5ForConditionalGeneration", "encoder-decoder", "causal LM"):
         call(T5ForConditionalGeneration(t5), None)
+    canvas = type("DiffusionGemmaForBlockDiffusion", (type(target),), {})(target.config)
+    with refuses(TypeError, "target=DiffusionGemmaForBlockDiffusion", "denoises a canvas", "causal LM"):
+        call(canvas, None)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with refuses(ValueError, "rope_type='dynamic'", "static type"):
         call(tiny.make_target("llama", rope_parameters=rope), None)
