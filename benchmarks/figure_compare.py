@@ -28,6 +28,8 @@ NAMES = {
     "medusa": "Medusa",
     "dflash2": "DFlash2",
 }
+COLOURS = {"plain": "#9aa5b1", "lookup": "#e0a458", "lookahead": "#9a4f7c", "dflash": "#2a7f62"}
+COLOURS |= {"tree:16": "#6fb59b", "union:16": "#3f6fb5"}
 WIDTHS = 8, 16, 32, 64, 128
 
 
@@ -137,8 +139,8 @@ def compare_bytes() -> str:
 def compare_bars() -> str:
     """The picture of tokens a round by set."""
     counts = _counts()
-    shown = {name: name for name in ("plain", "lookup", "lookahead", "dflash", "tree:16", "union:16")}
     figures = {
-        where: {name: counts[name][where]["tokens_per_round"] for name in shown} for where in counts["plain"]
+        where: {name: counts[name][where]["tokens_per_round"] for name in COLOURS}
+        for where in counts["plain"]
     }
-    return bars_of(figures, {NAMES[name]: name for name in shown})
+    return bars_of(figures, {NAMES[name]: (name, colour) for name, colour in COLOURS.items()})
