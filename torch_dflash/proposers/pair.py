@@ -159,9 +159,9 @@ def _check_ids(config: Any, facts: TargetFacts) -> None:
 
 def tables_of_ids(config: Any) -> list[str]:
     """Names of the drafter's parts with a row for each id; without any it takes every vocabulary."""
-    parts = {"embed_tokens": config.own_embedding, "lm_head": config.own_head}
-    parts |= {"markov_head": config.markov_rank, "candidate_selector": config.dflash2}
-    return [name for name, there in parts.items() if there]
+    parts = {"embed_tokens": "own_embedding", "lm_head": "own_head"}
+    parts |= {"markov_head": "markov_rank", "candidate_selector": "dflash2"}
+    return [name for name, field in parts.items() if getattr(config, field, None)]
 
 
 def _check_devices(target: Any, drafter: Any) -> None:
