@@ -118,25 +118,29 @@ class Loop:
             trainer.restore(checkpoint)
         self.done, self.seconds = (checkpoint.step, checkpoint.seconds) if checkpoint else (0, 0.0)
 
-    def run(self) -> None:
+    def run(self, until: int | None = None) -> None:
         """Take the remaining steps. Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint.
+
+        Args:
+            until: the last step of this run, with a validation and a checkpoint; a later run goes on.
 
         Raises:
             StageError: a stop (`Stopped`), or a loss that is not finite.
         """
         steps = self.schedule.steps
+        end = steps if until is None else min(until, steps)
         log = TrainLog(self.directory, self.done) if self.trainer.main else None
         started = time.monotonic() - self.seconds
         saved = evaluated = time.monotonic()
         with stop_requested() as stopping, self._batches() as batches, self._bar(steps) as bar:
-            last = self.done == steps
+            last = self.done >= end
             while not last:  # a stop during validation takes effect after the next step, which is saved
                 rate = self.options.rate(self.done, steps)
                 stepped = self.trainer.step(self.done, rate, next(batches))
                 self.done += 1
                 self.seconds = time.monotonic() - started
                 bar.update()
-                last = self.done == steps or self.trainer.agreed(bool(stopping))
+                last = self.done == end or self.trainer.agreed(bool(stopping))
                 if self.done % self.options.log_steps == 0 or last:
                     losses, norm = self.trainer.read(stepped)
                     found = measures(losses) | {"rate": rate, "gradient_norm": norm}
@@ -147,7 +151,7 @@ class Loop:
                 if last or time.monotonic() - saved > 60 * self.options.checkpoint_minutes:
                     self._save()
                     saved = time.monotonic()
-        if self.done < steps:
+        if self.done < end:
             raise Stopped(f"stopped after step {self.done} of {steps}; run the same command again to go on.")
 
     def _validate(self) -> dict[str, Any]:
