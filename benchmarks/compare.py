@@ -182,7 +182,7 @@ class Fits:
         return max(passed.items(), key=lambda item: (item[1]["acceptance_length"], -item[0]))
 
     def figures(self, name: str, shape: DrafterShape, rate: float) -> dict[str, Any]:
-        """What the JSON says of a finished fit; exports the best checkpoint."""
+        """A finished fit in the JSON; exports its best checkpoint."""
         student, curve, home = self.student(shape), self.curve(name, rate), self.home(name, rate)
         step, best = self.best(name, rate, self.budget.steps)
         flops = flops_of(student, self.sequences, replace(self.options, learning_rate=rate))

@@ -1,4 +1,4 @@
-"""What a fit reads of a drafter, by its kind: the states of its drafted rows, and fields of its config."""
+"""Kinds of drafters as a fit sees them: the states of drafted rows, and fields of a config."""
 
 from __future__ import annotations
 
