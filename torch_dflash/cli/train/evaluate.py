@@ -60,7 +60,7 @@ def run(arguments: SimpleNamespace) -> int:
     loaded = load(arguments, arguments.drafter)
     if not isinstance(loaded.drafter, DraftVocabulary):
         raise UserError(
-            f"--drafter {arguments.drafter}: pass the directory or id of a DFlash drafter, Medusa or EAGLE-3."
+            f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id, or another kind's."
         )
     options = read_options(EvaluateOptions, arguments, **{TEMPLATE: _template(given, loaded.drafter)})
     note_penalty("train evaluate", loaded.target)

@@ -176,7 +176,7 @@ def drafter_to_fit(loaded: Any, arguments: SimpleNamespace) -> Any:
         return new_drafter(loaded.target, read_options(DrafterShape, arguments))
     if not isinstance(loaded.drafter, DraftVocabulary):
         named = f"--start-from {arguments.start_from}"
-        raise UserError(f"{named}: pass the directory or id of a DFlash drafter, Medusa or EAGLE-3.")
+        raise UserError(f"{named}: pass a DFlash drafter's directory or id, or another kind's.")
     for field in dataclasses.fields(DrafterShape):
         if field.name not in GROWN and getattr(arguments, field.name) not in (None, field.default):
             raise UserError(
