@@ -25,7 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dflash.cli.loading import load_named
 from torch_dflash.cli.outputs import write_results
+from torch_dflash.cli.train.stage import target_name
 from torch_dflash.storage.files import StageError, write_atomically
+from torch_dflash.train.answers.provenance import read_data
 from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features.sequences import CachedSequences, check_taps
 from torch_dflash.train.fit.architecture import new_drafter
@@ -114,7 +116,8 @@ class Fits:
 
     def __init__(self, arguments: argparse.Namespace, target: Any, sequences: Any):
         self.target, self.sequences, self.out = target, sequences, arguments.out
-        self.name, self.runtime, self.rates = arguments.target, arguments.runtime, arguments.rates
+        self.name, self.data = target_name(arguments.target), read_data([arguments.features])
+        self.runtime, self.rates = arguments.runtime, arguments.rates
         self.objective = Objective(weighting="dpace", rows_per_chunk=arguments.rows_per_chunk)
         self.options = FitOptions(
             batch_size=arguments.batch_size,
@@ -192,7 +195,8 @@ class Fits:
         with torch.no_grad():
             for key, weight in weights.items():
                 named[key.removeprefix("weights/")].copy_(weight)
-        export_drafter(student.drafter, self.out / name / "drafter", self.target, home, name=self.name)
+        said = {"name": self.name, "data": self.data}
+        export_drafter(student.drafter, self.out / name / "drafter", self.target, home, **said)
         seen = dict(zip(self.budget.marks, self.budget.seen, strict=True))
         return {
             "shape": {key: value for key, value in asdict(shape).items() if value is not None},

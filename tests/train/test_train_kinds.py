@@ -20,6 +20,7 @@ from torch_dflash.decode import draft
 from torch_dflash.proposers.medusa.model import MedusaDraftModel
 from torch_dflash.train.evaluate import evaluate
 from torch_dflash.train.export import export_drafter
+from torch_dflash.train.fit import loop
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import gather_rows
 from torch_dflash.train.fit.checkpoint import load_latest
@@ -107,12 +108,14 @@ def test_a_stopped_fit_goes_on_as_if_never_stopped(world, tmp_path, monkeypatch,
     def stop():
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(loop, "draw_log", lambda directory: None)
     fit(made(world, head), world.cached(), tmp_path / "whole", CHOSEN)
     before_step(monkeypatch, 5, stop)
     often = dataclasses.replace(CHOSEN, checkpoint_minutes=0.0)
     with pytest.raises(KeyboardInterrupt):
         fit(made(world, head), world.cached(), tmp_path / "cut", often)
     monkeypatch.undo()
+    monkeypatch.setattr(loop, "draw_log", lambda directory: None)
     assert load_latest(tmp_path / "cut" / "checkpoints").step == 5
     fit(made(world, head), world.cached(), tmp_path / "cut", often)
     assert_same(tmp_path / "cut", tmp_path / "whole")
