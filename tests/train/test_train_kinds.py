@@ -34,8 +34,8 @@ from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
 from torch_dflash.train.options import EvaluateOptions, Layers
 
 WIDTH = 5
-SHAPES = {"medusa": {"layers": 3}}
-TITLES = {"medusa": "Medusa"}
+SHAPES = {"medusa": {"layers": 3}, "eagle3": {"taps": Layers((0, 2, 3))}}
+TITLES = {"medusa": "Medusa", "eagle3": "EAGLE-3"}
 HEADS = pytest.mark.parametrize("head", SHAPES)
 
 
@@ -60,22 +60,24 @@ def text_of(world, drafter, row=1):
 
 @torch.no_grad()
 def drafts_are_those_of_the_engine(world, head):
-    """Greedy drafts of the trained rows at an anchor are the engine's after the same tokens."""
+    """With the engine's drafts as the text behind an anchor, the trained rows say the same drafts."""
     student = randomised(made(world, head)).eval()
     batch = plan_fit(student, world.cached(), options(batch_size=2)).step_batches(0)[0]
-    hidden = student.kind.states(student.drafter, batch, student.embedding, WIDTH - 1)
-    anchors = batch.anchors[0].tolist()
-    assert hidden.shape == (2, len(anchors), WIDTH - 1, student.embedding.shape[1])
-    drafts = student.drafter.logits(hidden, world.target.lm_head)[0].argmax(-1)
     engine = td.compile(world.target, student.drafter, runtime="eager", max_length=64, batch_size=1)
     params = engine.runtime.refresh(engine.tensors())
     for number in (0, 3, 7):
-        text = batch.ids[0, : anchors[number] + 1]
-        ids = text[None, :-1]
+        anchor = int(batch.anchors[0, number])
+        ids = batch.ids[:1, :anchor]
         state = engine.start(ids, torch.ones_like(ids), max_new_tokens=8, eos_token_id=None, do_sample=False)
-        assert int(state.anchor[0]) == text[-1]
-        drafted, _ = engine.pair.run(draft, params, state)
-        assert drafted.tokens[0].tolist() == drafts[number].tolist()
+        assert int(state.anchor[0]) == batch.ids[0, anchor]
+        drafts = engine.pair.run(draft, params, state)[0].tokens[0]
+        said = batch.ids.clone()
+        said[0, anchor + 1 : anchor + WIDTH] = drafts
+        given = student.drafter, dataclasses.replace(batch, ids=said), student.embedding, WIDTH - 1
+        hidden = student.kind.states(*given)
+        assert hidden.shape == (2, batch.anchors.shape[1], WIDTH - 1, student.embedding.shape[1])
+        rows = student.drafter.logits(hidden, world.target.lm_head)[0, number].argmax(-1)
+        assert drafts.tolist() == rows.tolist()
 
 
 @HEADS

@@ -8,6 +8,7 @@ import torch
 
 from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.dflash.config import DFlashConfig, default_target_layer_ids
+from torch_dflash.proposers.eagle3.model import Eagle3Config
 from torch_dflash.proposers.medusa.model import MedusaConfig
 from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.fit.heads import with_head
@@ -44,14 +45,11 @@ def _dflash(target: Any, shape: DrafterShape) -> DFlashConfig:
     """v1, its layers as wide as the target's."""
     base, count = target.config.get_text_config(), shape.layers or 5
     taps = shape.taps or default_target_layer_ids(base.num_hidden_layers)
-    copied = {name: getattr(base, name) for name in COPIED if getattr(base, name, None) is not None}
     kind = "sliding_attention" if shape.sliding_window else "full_attention"
     return DFlashConfig(
-        **copied,
         **_of_target(target),
-        intermediate_size=shape.intermediate_size or base.intermediate_size,
+        **_layers(target, shape),
         num_hidden_layers=count,
-        rope_parameters=_rope(getattr(base, "rope_parameters", None) or {}),
         layer_types=[kind] * count,
         sliding_window=shape.sliding_window,
         tie_word_embeddings=False,
@@ -75,7 +73,17 @@ def _medusa(target: Any, shape: DrafterShape) -> MedusaConfig:
     )
 
 
-CONFIGS = {"medusa": _medusa}
+def _eagle3(target: Any, shape: DrafterShape) -> Eagle3Config:
+    return Eagle3Config(
+        **_of_target(target),
+        **_layers(target, shape),
+        block_size=shape.block_size,
+        target_layer_ids=list(shape.taps) if shape.taps else None,
+        fc_norm=True,  # taps differ in scale by orders of magnitude
+    )
+
+
+CONFIGS = {"medusa": _medusa, "eagle3": _eagle3}
 """Configs of heads of other kinds than DFlash, by head."""
 
 
@@ -87,6 +95,15 @@ def _of_target(target: Any) -> dict[str, Any]:
         "vocab_size": base.vocab_size,
         "num_target_layers": base.num_hidden_layers,
     }
+
+
+def _layers(target: Any, shape: DrafterShape) -> dict[str, Any]:
+    """Sizes of a draft layer, the target's."""
+    base = target.config.get_text_config()
+    copied = {name: getattr(base, name) for name in COPIED if getattr(base, name, None) is not None}
+    size = shape.intermediate_size or base.intermediate_size
+    rope = _rope(getattr(base, "rope_parameters", None) or {})
+    return copied | {"intermediate_size": size, "rope_parameters": rope}
 
 
 def _rope(given: dict[str, Any]) -> dict[str, Any]:

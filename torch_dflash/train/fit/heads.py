@@ -13,7 +13,8 @@ import torch
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.model import SIZES, DFlash2Config, DFlash2DraftModel
-from torch_dflash.train.fit.options import LACKS, SELECTOR, check_head
+from torch_dflash.train.fit.kinds import kind_of
+from torch_dflash.train.fit.options import SELECTOR, check_head
 
 NO_CHOICE = {"selector_rank": 1, "selector_top_k": 1}
 _GROWS = {"dflash": ("convolutions", "dflash2", "dspark"), "convolutions": ("dflash2",)}
@@ -22,8 +23,8 @@ _MARKOV_RANK = 256
 
 def head_of(config: Any) -> str:
     """The head of a drafter with this config."""
-    if config.model_type in LACKS:
-        return config.model_type
+    if (head := kind_of(config).head) is not None:
+        return head
     if not isinstance(config, DFlash2Config):
         return "dspark" if config.markov_rank else "dflash"
     return "convolutions" if config.selector_top_k == 1 else "dflash2"

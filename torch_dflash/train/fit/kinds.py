@@ -11,6 +11,9 @@ from torch import Tensor
 from torch_dflash.proposers.checkpoint.extras import refuse_extras
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash2.model import SIZES
+from torch_dflash.proposers.eagle3.model import Eagle3Config
+from torch_dflash.proposers.eagle3.unrolled import unrolled_states
+from torch_dflash.proposers.layouts.eagle3 import NORMS
 from torch_dflash.proposers.medusa.model import MedusaConfig
 from torch_dflash.train.fit.blocks import AnchorBatch, draft_blocks, gather_rows
 
@@ -22,11 +25,12 @@ class Kind(ABC):
     """A kind of drafter.
 
     Attributes:
-        title: for the card. shape: fields of the config that a fit's weights depend on. sizes: further ones,
+        title: for the card. head: its word for ``--head``; None: its drafters have several. shape: fields of the config that a fit's weights depend on. sizes: further ones,
             which the drafter may lack.
     """
 
     title: str
+    head: str | None = None
     shape: tuple[str, ...]
     sizes: tuple[str, ...] = ()
 
@@ -79,7 +83,7 @@ class DFlash(Kind):
 class Medusa(Kind):
     """Heads on the feature before the anchor; their projections are the target's head."""
 
-    title = "Medusa"
+    title, head = "Medusa", "medusa"
     shape = ("hidden_size", "medusa_num_heads", "medusa_num_layers")
 
     def check(self, config: Any) -> None:
@@ -103,7 +107,27 @@ class Medusa(Kind):
 {config.medusa_num_heads} heads of {blocks} ({head}), tap {config.target_layer_ids}."""
 
 
-KINDS: dict[type, Kind] = {DFlashConfig: DFlash(), MedusaConfig: Medusa()}
+class Eagle3(Kind):
+    """A layer that is unrolled over the true tokens, one pass a draft."""
+
+    title, head = "EAGLE-3", "eagle3"
+    shape = ("hidden_size", "intermediate_size", "sliding_window", "qk_norm", *NORMS)
+
+    def check(self, config: Any) -> None:
+        refuse_extras(config, "training", "train one with the target's embedding and head.")
+
+    def drafts(self, config: Any) -> int:
+        return config.block_size - 1
+
+    def states(self, drafter, batch, embedding, drafts) -> Float[Tensor, "B A N H"]:
+        return unrolled_states(drafter, batch.ids, batch.features, batch.anchors, embedding, drafts)
+
+    def said(self, config: Any, name: str, weights: str, head: str) -> str:
+        return f"""Drafts {self.drafts(config)} tokens for {name}, one pass each: {weights} in
+one layer ({head}), taps {config.target_layer_ids}."""
+
+
+KINDS: dict[type, Kind] = {DFlashConfig: DFlash(), MedusaConfig: Medusa(), Eagle3Config: Eagle3()}
 
 
 def kind_of(config: Any) -> Kind:
