@@ -106,7 +106,7 @@ def check_pair(target: Any, drafter: Any) -> None:
 
     Args:
         target: as `facts_of` takes it.
-        drafter: a `DFlashDraftModel` or a `MedusaDraftModel`, or its config alone.
+        drafter: a `DFlashDraftModel`, an `Eagle3DraftModel` or a `MedusaDraftModel`, or its config alone.
     """
     config = getattr(drafter, "config", drafter)
     facts = target if isinstance(target, TargetFacts) else facts_of(target)
@@ -117,7 +117,7 @@ def check_pair(target: Any, drafter: Any) -> None:
         if taps != len(config.target_layer_ids):
             named = f"target_layer_ids names {len(config.target_layer_ids)} taps, but fc takes {taps:g}"
             raise ValueError(f"{named}; config and weights are of different drafters.")
-    if hasattr(config, "mask_token_id"):  # Medusa's heads read no embedding
+    if hasattr(config, "mask_token_id"):  # only DFlash has masks
         _check_ids(config, facts)
     _check_devices(target, drafter)
 
