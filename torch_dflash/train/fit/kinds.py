@@ -25,8 +25,8 @@ class Kind(ABC):
     """A kind of drafter.
 
     Attributes:
-        title: for the card. head: its word for ``--head``; None: its drafters have several. shape: fields of the config that a fit's weights depend on. sizes: further ones,
-            which the drafter may lack.
+        title: for the card. head: its word for ``--head``; None: its drafters have several.
+        shape: fields of the config that a fit's weights depend on. sizes: further ones, which it may lack.
     """
 
     title: str
