@@ -18,7 +18,7 @@ from torch_dflash.storage.files import StageError
 from torch_dflash.train.fit import loop
 from torch_dflash.train.fit.torch_trainer import TorchTrainer
 
-METHODS = ("medusa", "dflash2")
+METHODS = ("eagle3", "medusa", "dflash2")
 TOKENS = 500
 
 
@@ -78,9 +78,9 @@ def test_every_method_sees_the_same_and_a_run_goes_on(world, tmp_path, monkeypat
     found = go(world, tmp_path / "whole", "--block-size", "6")
     assert list(found["fits"]) == [*METHODS, "dflash-6"]
     steps, tenth = found["steps"], compare.tenth(found["steps"])
-    assert len(seen) == 6 and steps > 10 > tenth
+    assert len(seen) == 8 and steps > 10 > tenth
     whole = [fit for fit in seen.values() if len(fit) == steps]
-    assert len(whole) == 3 and all(fit == whole[0] for fit in whole)
+    assert len(whole) == 4 and all(fit == whole[0] for fit in whole)
     for fit in seen.values():
         assert fit == {at: whole[0][at] for at in range(len(fit))} and len(fit) in (tenth, steps)
     assert found["tokens"]["asked"] == TOKENS <= found["tokens"]["seen"]
@@ -104,7 +104,7 @@ def test_every_method_sees_the_same_and_a_run_goes_on(world, tmp_path, monkeypat
         top = max(tried.values(), key=lambda one: (one["acceptance_length"], -one["loss"]))
         assert tried[f"{row['learning_rate']:g}"] == top and row["training_flops"] > 0
     taken = [row["taps"] for row in found["fits"].values()]
-    assert taken == [[3], [0, 2], [0, 2]] and found["provenance"]["command"]
+    assert taken == [[0, 2], [3], [0, 2], [0, 2]] and found["provenance"]["command"]
     drafts = td.load_drafter(tmp_path / "whole/dflash-6/drafter", world.target)
     assert drafts.config.block_size == 6 and found["fits"]["dflash-6"]["drafts"] == 5
 
@@ -135,7 +135,7 @@ def test_a_drafter_that_sees_one_more_epoch_is_refused(world, tmp_path, monkeypa
 
     monkeypatch.setattr(compare.Fits, "train", longer)
     with refuses(StageError, "medusa has steps=", "dflash steps=", "budgets are not equal"):
-        go(world, tmp_path, "--methods", "medusa", "dflash", "--rates", "1e-3")
+        go(world, tmp_path, "--methods", "medusa", "dflash", "--rates", "1e-3", "--judged", "1")
     assert list(json.loads((tmp_path / "fit.json").read_text())["fits"]) == ["medusa"]
 
 

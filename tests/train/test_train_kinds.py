@@ -18,8 +18,9 @@ import torch_dflash as td
 from jax_bridge.train.trainer import XlaTrainer, data_mesh
 from torch_dflash.decode import draft
 from torch_dflash.proposers.medusa.model import MedusaDraftModel
+from torch_dflash.train.answers.provenance import TEMPLATE, describe
 from torch_dflash.train.evaluate import evaluate
-from torch_dflash.train.export import export_drafter
+from torch_dflash.train.export import export_drafter, trained_template
 from torch_dflash.train.fit import loop
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import gather_rows
@@ -128,12 +129,14 @@ def test_a_stopped_fit_goes_on_as_if_never_stopped(world, tmp_path, monkeypatch,
 @HEADS
 def test_it_learns_comes_back_and_decodes_to_the_targets_text(world, tmp_path, head):
     trained = made(world, head)
-    fit(trained, world.cached(), tmp_path, options(epochs=150, log_steps=50, learning_rate=1e-2))
+    fit(trained, world.cached(), tmp_path, options(epochs=120, log_steps=40, learning_rate=1e-2))
     lines = [line for line in read_log(tmp_path / "log.jsonl") if line["kind"] == "train"]
     assert lines[-1]["loss"] < 0.3 * lines[0]["loss"] and lines[-1]["acceptance_length"] > 4
-    export_drafter(trained.drafter, tmp_path / "drafter", world.target, tmp_path, torch.float32)
+    data = describe(world.answers, []) | {TEMPLATE: [{"terse": True}]}
+    export_drafter(trained.drafter, tmp_path / "drafter", world.target, tmp_path, torch.float32, data=data)
     drafter = td.load_drafter(tmp_path / "drafter", world.target).eval()
-    assert type(drafter) is type(trained.drafter)
+    assert type(drafter) is type(trained.drafter) and trained_template(drafter) == [{"terse": True}]
+    assert trained_template(trained.drafter) == []
     written = trained.drafter.state_dict()
     assert all(torch.equal(weight, written[name]) for name, weight in drafter.state_dict().items())
     card = (tmp_path / "drafter" / "README.md").read_text()
@@ -150,7 +153,7 @@ def test_it_learns_comes_back_and_decodes_to_the_targets_text(world, tmp_path, h
 def test_the_commands_fit_go_on_from_it_and_judge_it(world, tmp_path, capsys, head):
     shape = [f"--{name}={str(value).strip('()')}" for name, value in SHAPES[head].items()]
     common = ["--features", world.features, "--batch-size", 4, "--held-out", 1, "--anchors", 8]
-    begun = [*common, "--head", head, "--block-size", WIDTH, *shape, "--epochs", 100]
+    begun = [*common, "--head", head, "--block-size", WIDTH, *shape, "--epochs", 80]
     assert train(world, "fit", "--out", tmp_path / "fit", *begun, "--learning-rate", 1e-2) == 0
     first = tmp_path / "fit/drafter"
     more = [*common, "--head", head, "--start-from", first, "--epochs", 1]
@@ -211,9 +214,10 @@ def test_parts_that_a_kind_lacks_are_refused(world):
         ({"mask_token_id": 3}, ["mask_token_id=3 with head='medusa'", "leave it out"]),
         ({"sliding_window": 8}, ["sliding_window=8 with head='medusa'"]),
         ({"markov_rank": 8}, ["markov_rank=8 with head='medusa'"]),
+        ({"layers": 2, "head": "eagle3"}, ["layers=2 with head='eagle3'"]),
     ):
         with refuses(ValueError, *words):
-            DrafterShape(head="medusa", **fields)
+            DrafterShape(**{"head": "medusa"} | fields)
     medusa = made(world, "medusa").drafter
     with refuses(ValueError, "head='medusa': the drafter's is 'dflash'"):
         with_head(new_drafter(world.target, DrafterShape(mask_token_id=257, layers=1)), "medusa")

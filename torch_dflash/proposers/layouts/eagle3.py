@@ -19,6 +19,8 @@ num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps att
 initializer_range""".split()
 _SLIDING = ("layer_types", "sliding_window", "use_sliding_window")
 _TOP = ("speculators_model_type", "transformer_layer_config", "draft_vocab_size", "num_target_layers")
+NOTE = "chat_template_kwargs"
+"""Ours: the template's variables of the answers that the drafter learned from."""
 # Fields of the pair, of the library and of training.
 _UNREAD = ("speculators_config", "speculators_version", "target_hidden_size", "embed_requires_grad")
 _UNREAD += ("enable_sp_ulysses", "has_no_defaults_at_init")
@@ -36,6 +38,7 @@ def _fields(config: Fields, where: Any) -> Fields:
     read |= {name: switch(config, name, where, False) for name in NORMS}
     read |= {"draft_vocab_size": size, "own_head": size != read.get("vocab_size")}
     read |= {"block_size": drafts + 1} if is_count(drafts) else {}
+    read |= {NOTE: config[NOTE]} if NOTE in config else {}
     return read | {"architectures": ["Eagle3DraftModel"], "target_layer_ids": taps(config, where, TAPS)}
 
 
@@ -58,6 +61,7 @@ def published(config: Any) -> Fields:
         TAPS: [tap + 1 for tap in config.target_layer_ids],
         **{name: getattr(config, name) for name in NORMS},
         **({} if layers is None else {"num_target_layers": layers}),
+        **({NOTE: config.chat_template_kwargs} if hasattr(config, NOTE) else {}),
     }
 
 
@@ -66,7 +70,7 @@ EAGLE3 = Layout(
     claims=lambda config: config.get("speculators_model_type") == KIND,
     fields=_fields,
     classes=(),
-    top=(*_TOP, TAPS, *NORMS, *_UNREAD),
+    top=(*_TOP, NOTE, TAPS, *NORMS, *_UNREAD),
     network="transformer_layer_config",
     whole=True,
     unread=("verifier_lm_head.weight", "verifier_norm.weight"),
