@@ -24,7 +24,7 @@ def unrolled_states(
 ) -> Float[Tensor, "B A N H"]:
     """The states of ``count`` drafts after each anchor, ready for the head, as decoding computes them there.
 
-    The k-th pass reads the text's k-th token from the anchor on, whatever was drafted, and the state of the
+    The k-th pass reads the k-th token of the text from the anchor on, whatever was drafted, and the state of the
     pass before. It sees the features before the anchor, and the rows of the anchor's own passes.
 
     Args:
@@ -55,7 +55,7 @@ def unrolled_states(
         at = anchors + (trip - 1)
         rope = turned(at)
         if trip:
-            token = ids.gather(1, at.clamp(max=text - 1).long())
+            token = ids.gather(1, (at + 1).clamp(max=text - 1).long())
             rows, residual = layer.enter(embedded(token), drafter.fed(found[-1]))
             made.append(own.key_value(rows, rope))
         seen = visible(at, slots[None], own.window, True) & (slots < anchors[..., None])[:, None]
