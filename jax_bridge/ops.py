@@ -49,7 +49,7 @@ from torch_dflash.ops.attention import (
     grouped_attention,
 )
 from torch_dflash.ops.block_attention import block_attention
-from torch_dflash.ops.control_flow import branch, chunked, on_host
+from torch_dflash.ops.control_flow import branch, chunked, on_host, repeat
 from torch_dflash.ops.paged_attention import append_pages, paged_attention
 from torch_dflash.ops.spread import likeliest, spread, stacked_linear, stacked_sum
 from torch_dflash.ops.windows import put_slot, take_slot, write_rows
@@ -278,6 +278,13 @@ def _branch(condition, then, otherwise, *operands):
     return call_jax(jax.lax.cond, condition, then, otherwise, *operands)
 
 
+def _repeat(step, trips, *carried):
+    def loop(step: Callable, *carried: Any) -> tuple:
+        return jax.lax.fori_loop(0, trips, lambda number, carried: tuple(step(number, *carried)), carried)
+
+    return call_jax(loop, step, *carried)
+
+
 def chunked_jax(step: Callable, size: int, *rows: Array) -> tuple[Array, ...]:
     """A device-side loop over chunks of at most ``size`` rows (`torch_dflash.ops.control_flow.chunked`).
 
@@ -338,6 +345,7 @@ LOWERED = {
     stacked_linear: _stacked_linear,
     stacked_sum: _stacked_sum,
     branch: _branch,
+    repeat: _repeat,
     chunked: _chunked,
     run_mixer: _run_mixer,
     absorb: _absorb,

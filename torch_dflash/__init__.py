@@ -34,6 +34,7 @@ _PUBLIC = {
     "proposers.dflash.config": "DFlashConfig",
     "proposers.dflash.model": "DFlashDraftModel",
     "proposers.dflash2.model": "DFlash2Config DFlash2DraftModel",
+    "proposers.eagle3.model": "Eagle3Config Eagle3DraftModel",
     "proposers.medusa.model": "MedusaConfig MedusaDraftModel",
     "proposers.narrow": "frequent_ids with_draft_vocabulary",
     "proposers.lookahead": "LookaheadProposer",
@@ -93,6 +94,8 @@ if TYPE_CHECKING:
     from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
     from torch_dflash.proposers.dflash2.model import DFlash2Config as DFlash2Config
     from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
+    from torch_dflash.proposers.eagle3.model import Eagle3Config as Eagle3Config
+    from torch_dflash.proposers.eagle3.model import Eagle3DraftModel as Eagle3DraftModel
     from torch_dflash.proposers.lookahead import LookaheadProposer as LookaheadProposer
     from torch_dflash.proposers.medusa.model import MedusaConfig as MedusaConfig
     from torch_dflash.proposers.medusa.model import MedusaDraftModel as MedusaDraftModel

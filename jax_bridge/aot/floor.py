@@ -3,7 +3,8 @@
 The floor of a pass is its weights once, the K/V of the context once, and recurrent states once read and once
 written; modules that do not run for text, such as a tower for images, are left out. Target and drafter share
 one head, and a round reads it in both passes, because the second pass starts after the first: a round's floor
-is the sum of both, the head twice. Small items are left out: activations, the block's own K/V, and the rows
+is the sum of both, the head twice, and once more for each further pass of a drafter that makes several. Small
+items are left out: activations, the block's own K/V, and the rows
 that a pass reads of the embedding and of a selector's codebooks. A tied embedding is the head. A prompt chunk
 has hundreds of rows, so there these items are less small; its floor leaves them out too.
 """
@@ -95,10 +96,13 @@ def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -
     tables = lookups_of(pair) | _embeddings(pair)
     drafter = [size for name, size in weights.items() if name.startswith("proposer.") and name not in tables]
     cost = pair.proposer.cost(plan, context)
+    read = weights[head] * (bool(drafter) and not _own_head(pair))
+    looped = sum(weights[names[id(weight)]] for part in cost.looped for weight in part.parameters())
     return Floor(
         verify=_target_bytes(pair, params, context, plan.verify_width, shares),
         draft=sum(drafter)
-        + weights[head] * (bool(drafter) and not _own_head(pair))
+        + read
+        + (cost.passes - 1) * (looped + read)
         + plan.batch_size * params[head].dtype.itemsize * cost.cached // shares.drafter,
         verify_attention_flops=_attention_flops(plan, pair.target, context) // shares.target,
         draft_attention_flops=cost.flops // shares.drafter,

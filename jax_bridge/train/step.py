@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +13,6 @@ import optax
 import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
@@ -23,18 +21,10 @@ from torch_dflash.ops.control_flow import chunked
 from torch_dflash.train.fit.blocks import AnchorBatch
 from torch_dflash.train.fit.objective import Losses, LossVocabulary
 from torch_dflash.train.fit.options import FitOptions
-from torch_dflash.train.fit.student import Student
+from torch_dflash.train.fit.student import Student, weightless
 
 Arrays = dict[str, jax.Array]
 AXIS = "data"
-
-
-def weightless(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` on the meta device: weights enter a program only as arguments."""
-    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
-    for weight in module.parameters():
-        memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-    return copy.deepcopy(module, memo)
 
 
 def optimizer(options: FitOptions, rate: Any) -> optax.GradientTransformation:

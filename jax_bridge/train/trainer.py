@@ -27,7 +27,12 @@ from torch_dflash.train.fit.student import Student
 
 
 def fit_xla(
-    student: Student, sequences: Sequences, directory: Path, options: FitOptions, mesh: Mesh | None = None
+    student: Student,
+    sequences: Sequences,
+    directory: Path,
+    options: FitOptions,
+    mesh: Mesh | None = None,
+    until: int | None = None,
 ) -> None:
     """The fit of `torch_dflash.train.fit` with XLA. Files are the same, so either continues the other's.
 
@@ -35,6 +40,7 @@ def fit_xla(
 
     Args:
         mesh: devices that share each micro-batch, one axis named "data"; unset: all of JAX's devices.
+        until: as of `Loop.run`.
 
     Raises:
         StageError: a loss that is not finite, a damaged file, a full disk; the message says what to do.
@@ -45,7 +51,7 @@ def fit_xla(
     schedule = plan_fit(student, sequences, options)
     with open_fit(directory, student, schedule):
         trainer = XlaTrainer(student, schedule, mesh)
-        Loop(trainer, schedule, directory).run()
+        Loop(trainer, schedule, directory).run(until)
         trainer.write_back()
 
 

@@ -173,6 +173,17 @@ def test_text_is_the_targets_own(kind):
     assert max(map(max, accepted[0])) > (1 if options else 2)
 
 
+def test_heads_without_projections_draft_through_the_targets_head(tmp_path):
+    own = pair()[1]  # whose projections are copies of the target's head
+    shared = MedusaDraftModel(config(original_lm_head=True))
+    weights = {name: weight for name, weight in own.state_dict().items() if ".2.weight" not in name}
+    shared.load_state_dict(weights)
+    shared.save_pretrained(tmp_path)
+    loaded = td.load_drafter(tmp_path, pair()[0])
+    for wrapped in (lambda one: one, lambda one: td.TreeProposer(one, rows=8)):
+        assert check(made(wrapped(loaded))) == check(made(wrapped(own)))
+
+
 def test_a_tree_says_the_same_in_both_runtimes(tmp_path):
     tree = td.TreeProposer(pair()[1], rows=8)
     eager, lowered = made(tree), made(tree, "xla")

@@ -105,7 +105,7 @@ def test_a_row_that_says_another_place_shows():
     target, drafter, batch = case(True)
     wanted, _ = plain_loss(target, drafter, batch)
     broken = Student(drafter, target, OBJECTIVE)
-    broken.first_row, broken.width = 1, BLOCK
+    drafter.config.sample_from_anchor, broken.width = False, BLOCK
     assert not torch.allclose(broken(batch).loss, wanted, rtol=1e-3)
 
 

@@ -177,12 +177,10 @@ def silence() -> None:
     disable_progress_bars()
 
 
-def options_of(
-    cls: type, without: tuple[str, ...] = (), optional: tuple[str, ...] = ()
-) -> list[click.Option]:
+def options_of(cls: type, without: tuple[str, ...] = ()) -> list[click.Option]:
     """One option for each field of ``cls``: its default, its choices, its help from the ``Args:`` of ``cls``.
 
-    A field without a default makes a required option, unless it is ``optional``: then it is None if unset.
+    A field without a default makes a required option.
     """
     helps, made = _helps(cls), []
     for field in dataclasses.fields(cls):
@@ -198,7 +196,7 @@ def options_of(
         more: dict[str, Any] = {"type": click.Choice(choices)} if choices else {"type": kind}
         more |= {} if choices else {"metavar": kind.__name__.upper()}
         more |= {} if lacks else {"default": field.default}
-        made.append(option(name, required=lacks and field.name not in optional, help=text, **more))
+        made.append(option(name, required=lacks, help=text, **more))
     return made
 
 

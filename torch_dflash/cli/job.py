@@ -100,7 +100,7 @@ def _composed(arguments: SimpleNamespace, drafter: Any) -> Any:
     rows, flag = arguments.rows, "--union" if arguments.union else f"--rows {arguments.rows}"
     if not arguments.union and rows is None:
         return drafter
-    if not isinstance(drafter, td.DFlashDraftModel | td.MedusaDraftModel):
+    if not isinstance(drafter, td.DFlashDraftModel | td.Eagle3DraftModel | td.MedusaDraftModel):
         raise UserError(f"{flag}: it goes with a drafter; give a directory, a hub id or demo as --drafter.")
     if arguments.union:
         return td.Union(td.NGramProposer(), drafter, rows=rows)

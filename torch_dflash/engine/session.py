@@ -129,9 +129,11 @@ class Session(OfOneProcess):
         if self._state is None:
             self._snapshots = []
             return 0, None
-        most = min(len(self._held), len(prompt)) - 1  # an anchor has no K/V, and a prompt's end is read
+        most = min(len(self._held), len(prompt))
         differs = np.flatnonzero(self._held[:most] != prompt[:most])
-        common = int(differs[0]) if len(differs) else most
+        equal = int(differs[0]) if len(differs) else most
+        # An anchor has no K/V, and a prompt's end is read.
+        common = max(min(most - 1, equal - self._pair.proposer.ahead), 0)
         self._snapshots = [one for one in self._snapshots if one[0] <= common]
         # The state may be ahead of the text, where that was cut.
         length = int(self._runtime.fetch(self._state.length)[0])

@@ -1,4 +1,4 @@
-"""Control flow for both runtimes: a branch on data, a loop over chunks of rows, a call of the host."""
+"""Control flow for both runtimes: a branch on data, loops over trips and chunks, a call of the host."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: An
     same shapes and dtypes.
     """
     return then(*operands) if bool(condition) else otherwise(*operands)
+
+
+@lowerable
+def repeat(step: Callable, trips: int, *carried: Any) -> Any:
+    """``carried`` after ``trips`` calls of ``carried = step(number, *carried)``; numbers begin at 0.
+
+    Values are tensors or pytrees of them, whose shapes and dtypes stay. Under XLA the program holds ``step``
+    once, in a loop on the device, and the number is a tensor.
+    """
+    for number in range(trips):
+        carried = step(number, *carried)
+    return carried
 
 
 @lowerable

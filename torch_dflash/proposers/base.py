@@ -24,11 +24,15 @@ class Cost(NamedTuple):
         cached: elements of one row's cache that a draft pass reads.
         flops: of attention over the context, all rows together.
         prompt: modules that turn a prompt's features into cached values.
+        passes: of a round's draft, one after the other; ``cached`` and ``flops`` are of all.
+        looped: modules that each pass reads anew, as the head.
     """
 
     cached: int = 0
     flops: int = 0
     prompt: tuple[nn.Module, ...] = ()
+    passes: int = 1
+    looped: tuple[nn.Module, ...] = ()
 
 
 class Proposer(nn.Module):
@@ -47,12 +51,14 @@ class Proposer(nn.Module):
         taps: target layers whose outputs it reads (0-based block indices), () for none.
         width: rows W of its draft, the anchor included.
         depth: nodes on the deepest path of a tree (`Draft.parent`); None: it drafts chains.
+        ahead: tokens behind a token on which the memory of that token depends.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     width: int
     depth: int | None = None
+    ahead: int = 0
 
     def start(self, plan: DecodePlan, device) -> Any:
         """Empty state for ``plan``."""

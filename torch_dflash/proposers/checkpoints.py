@@ -11,7 +11,9 @@ from torch_dflash.proposers.checkpoint.files import read_config
 from torch_dflash.proposers.dflash.config import DFlashConfig, is_dflash2
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.model import DFlash2Config, DFlash2DraftModel
-from torch_dflash.proposers.layouts.known import in_zlabs_fields
+from torch_dflash.proposers.eagle3.model import Eagle3Config, Eagle3DraftModel
+from torch_dflash.proposers.layouts.eagle3 import EAGLE3
+from torch_dflash.proposers.layouts.known import in_zlabs_fields, layout_of
 from torch_dflash.proposers.layouts.layout import Fields
 from torch_dflash.proposers.medusa.model import MedusaConfig, MedusaDraftModel
 
@@ -24,7 +26,7 @@ KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
 
 def load_drafter(
     source: str | os.PathLike[str], target: Any = None, dtype: Any = "auto", **options: Any
-) -> DFlashDraftModel | MedusaDraftModel:
+) -> DFlashDraftModel | Eagle3DraftModel | MedusaDraftModel:
     """The drafter in a directory or hub repository, of any kind and layout.
 
     Args:
@@ -35,7 +37,7 @@ def load_drafter(
         **options: further options of ``from_pretrained`` (``revision``, ``subfolder``, ``token`` ...).
 
     Returns:
-        A `DFlashDraftModel`, a `DFlash2DraftModel` or a `MedusaDraftModel`.
+        A `DFlashDraftModel`, a `DFlash2DraftModel`, an `Eagle3DraftModel` or a `MedusaDraftModel`.
 
     Raises:
         OSError, ValueError, TypeError: names the field or tensor at fault.
@@ -61,6 +63,8 @@ def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
     """An untrained drafter of ``config``."""
     if isinstance(config, MedusaConfig):
         return MedusaDraftModel(config)
+    if isinstance(config, Eagle3Config):
+        return Eagle3DraftModel(config)
     return KINDS[isinstance(config, DFlash2Config)][1](config)
 
 
@@ -68,5 +72,7 @@ def _is_medusa(read: Fields) -> bool:
     return read.get("model_type") == MedusaConfig.model_type
 
 
-def _kind(read: Fields, source: Any) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:
+def _kind(read: Fields, source: Any) -> tuple[Any, Any]:
+    if layout_of(read) is EAGLE3:
+        return Eagle3Config, Eagle3DraftModel
     return KINDS[is_dflash2(in_zlabs_fields(read, source))]

@@ -12,11 +12,19 @@ from torch_dflash.checks import check_counts, check_loaded, check_target
 from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
 from torch_dflash.proposers.composed import Composed, inner_of
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.eagle3.model import Eagle3DraftModel
+from torch_dflash.proposers.eagle3.proposer import Eagle3Proposer
 from torch_dflash.proposers.medusa.model import MedusaDraftModel
 from torch_dflash.proposers.medusa.proposer import MedusaProposer
 from torch_dflash.proposers.notes import warn_once
 from torch_dflash.proposers.pair import check_pair
 from torch_dflash.targets.weights import model_of
+
+PROPOSERS: dict[Any, Any] = {
+    DFlashDraftModel: DFlashProposer,
+    Eagle3DraftModel: Eagle3Proposer,
+    MedusaDraftModel: MedusaProposer,
+}
 
 
 class Missing:
@@ -38,7 +46,7 @@ def check_drafter(drafter) -> None:
                 f"drafter={type(drafter).__name__}: a drafter's files loaded as another model, with weights "
                 "missing; load them with torch_dflash.DFlashDraftModel.from_pretrained."
             )
-    if not (drafter is None or isinstance(drafter, Proposer | DFlashDraftModel | MedusaDraftModel)):
+    if not (drafter is None or isinstance(drafter, (Proposer, *PROPOSERS))):
         order = " input_ids come third." if isinstance(drafter, Tensor) else ""
         for way in ("merge_and_unload()", "_orig_mod", "module"):  # of PEFT, torch.compile, data parallel
             if isinstance(drafter, nn.Module) and hasattr(drafter, way.removesuffix("()")):
@@ -72,14 +80,14 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
     check_counts(block_size=block_size)
     if isinstance(drafter, Composed):
         return drafter.build(make_proposer(target, drafter.drafter, block_size))
-    if isinstance(drafter, DFlashDraftModel | MedusaDraftModel):
+    kind = next((kind for model, kind in PROPOSERS.items() if isinstance(drafter, model)), None)
+    if kind is not None:
         check_pair(target, drafter)
-        medusa = isinstance(drafter, MedusaDraftModel)
-        if not medusa:
+        if kind is not MedusaProposer:
             warn_once(target, drafter)
         if block_size is not None and block_size < 2:
             raise ValueError(f"block_size={block_size}: set >= 2, or drafter=None to decode without drafts.")
-        return MedusaProposer(drafter, block_size) if medusa else DFlashProposer(drafter, block_size)
+        return kind(drafter, block_size)
     # A copy without weights: an engine must not keep the user's module alive, nor touch it.
     proposer = PlainProposer() if drafter is None else copy.deepcopy(drafter)
     name = type(proposer).__name__

@@ -38,6 +38,7 @@ class Several(Proposer):
     def __init__(self, inner: Proposer, others: tuple[Proposer, ...]):
         super().__init__()
         self.inner, self.others, self.taps = inner, nn.ModuleList(others), inner.taps
+        self.ahead = max(part.ahead for part in self.parts)
 
     @property
     def drafter(self) -> Any:

@@ -124,7 +124,7 @@ def _dtype(facts: TargetFacts, dtype: torch.dtype | None) -> Iterator[Finding]:
 
 
 def _mask(facts: TargetFacts, config: Any) -> Iterator[Finding]:
-    if config.mask_token_id in facts.stops:
+    if getattr(config, "mask_token_id", None) in facts.stops:
         words = "is a stop id of the target; a mask is mostly an id that no text holds: set the trained one."
         yield Finding("mask_token_id", config.mask_token_id, words)
 

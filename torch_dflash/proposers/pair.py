@@ -106,7 +106,7 @@ def check_pair(target: Any, drafter: Any) -> None:
 
     Args:
         target: as `facts_of` takes it.
-        drafter: a `DFlashDraftModel` or a `MedusaDraftModel`, or its config alone.
+        drafter: a `DFlashDraftModel`, an `Eagle3DraftModel` or a `MedusaDraftModel`, or its config alone.
     """
     config = getattr(drafter, "config", drafter)
     facts = target if isinstance(target, TargetFacts) else facts_of(target)
@@ -117,7 +117,7 @@ def check_pair(target: Any, drafter: Any) -> None:
         if taps != len(config.target_layer_ids):
             named = f"target_layer_ids names {len(config.target_layer_ids)} taps, but fc takes {taps:g}"
             raise ValueError(f"{named}; config and weights are of different drafters.")
-    if hasattr(config, "mask_token_id"):  # Medusa's heads read no embedding
+    if hasattr(config, "mask_token_id"):  # only DFlash has masks
         _check_ids(config, facts)
     _check_devices(target, drafter)
 
@@ -159,9 +159,9 @@ def _check_ids(config: Any, facts: TargetFacts) -> None:
 
 def tables_of_ids(config: Any) -> list[str]:
     """Names of the drafter's parts with a row for each id; without any it takes every vocabulary."""
-    parts = {"embed_tokens": config.own_embedding, "lm_head": config.own_head}
-    parts |= {"markov_head": config.markov_rank, "candidate_selector": config.dflash2}
-    return [name for name, there in parts.items() if there]
+    parts = {"embed_tokens": "own_embedding", "lm_head": "own_head"}
+    parts |= {"markov_head": "markov_rank", "candidate_selector": "dflash2"}
+    return [name for name, field in parts.items() if getattr(config, field, None)]
 
 
 def _check_devices(target: Any, drafter: Any) -> None:

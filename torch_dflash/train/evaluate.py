@@ -90,6 +90,8 @@ def evaluate(
     Raises:
         ValueError, StageError: prompts that cannot be asked; the message gives the fix.
     """
+    if options.shuffled and not isinstance(drafter, DFlashDraftModel):
+        raise ValueError(f"shuffled=True with a {type(drafter).__name__}: the control is of DFlash drafters.")
     prompts = prompts[: options.limit]
     longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
     check_turns(tokenizer, prompts)

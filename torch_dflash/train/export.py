@@ -1,4 +1,4 @@
-"""Exports a fitted drafter as a checkpoint in z-lab's layout, with a model card."""
+"""Exports a fitted drafter as a checkpoint in the layout of its kind, for DFlash z-lab's, with a card."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import naming_a_full_disk, write_atomically
 from torch_dflash.train.answers.provenance import TEMPLATE, data_section
 from torch_dflash.train.fit.heads import head_of
+from torch_dflash.train.fit.kinds import kind_of
 from torch_dflash.train.fit.log import read_log
 from torch_dflash.train.stages import MANIFEST
 
@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 
 
 def export_drafter(
-    drafter: DFlashDraftModel,
+    drafter: Any,
     directory: Path,
     target: Any,
     fitted: Path,
@@ -47,7 +47,7 @@ def export_drafter(
     copied = copied.to(dtype)
     copied.config.architectures = [type(drafter).__name__]
     if data is not None and data[TEMPLATE]:  # evaluations use the answers' variables
-        copied.config.dflash_config[TEMPLATE] = data[TEMPLATE]
+        _notes(copied.config)[TEMPLATE] = data[TEMPLATE]
     name = name or Path(target.config.name_or_path).name or type(target).__name__
     figures = acceptance_section(directory) if _same_weights(directory, copied) else ""
     card = model_card(drafter.config, drafter.num_parameters(), fitted, name, data, command)
@@ -58,10 +58,13 @@ def export_drafter(
         (directory / CARD).write_text(card + figures)
 
 
-def trained_template(drafter: DFlashDraftModel) -> list[dict[str, Any]]:
+def trained_template(drafter: Any) -> list[dict[str, Any]]:
     """The chat template's variables of the drafter's answers; empty: not recorded."""
-    config: Any = drafter.config
-    return list(config.dflash_config.get(TEMPLATE) or [])
+    return list(_notes(drafter.config).get(TEMPLATE) or [])
+
+
+def _notes(config: Any) -> dict[str, Any]:
+    return getattr(config, "dflash_config", vars(config))
 
 
 def _same_weights(directory: Path, drafter: Any) -> bool:
@@ -86,8 +89,8 @@ def model_card(
         config: the drafter's. weights: their number. fitted: the fit's directory. name: the target's.
         data: of `train.answers.provenance`. command: repeats the fit.
     """
-    layers = f"{config.num_hidden_layers} layers (`--head {head_of(config)}`)"
-    drafts = config.block_size - (not config.sample_from_anchor)
+    kind = kind_of(config)
+    said = kind.said(config, name, f"{weights / 1e6:.2f} M weights", f"`--head {head_of(config)}`")
     settings = json.loads((fitted / MANIFEST).read_text())
     held_out = [line for line in read_log(fitted / "log.jsonl") if line["kind"] == "held_out"]
     found = "The fit's log holds no figures of held-out answers."
@@ -100,13 +103,12 @@ position 1 to {len(last["accuracy"])} (each alone): {rates}."""
     again = f"```sh\n{command}\n```\n\n" if command else ""
     return f"""---
 library_name: torch-dflash
-tags: [dflash, speculative-decoding]
+tags: [{kind.title.lower()}, speculative-decoding]
 ---
 
-# DFlash drafter for {name}
+# {kind.title} drafter for {name}
 
-Drafts blocks of {config.block_size} rows ({drafts} drafts) for {name}: {weights / 1e6:.2f} M weights in
-{layers}, taps {config.target_layer_ids}, mask id {config.mask_token_id}. It has no
+{said} It has no
 embedding and no head: both are the target's. The output of speculative decoding is the target's own,
 up to ties in half precision.
 

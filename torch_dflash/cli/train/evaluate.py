@@ -17,7 +17,6 @@ from torch_dflash.train.options import EvaluateOptions
 
 if TYPE_CHECKING:
     from torch_dflash.cli.loading import Loaded
-    from torch_dflash.proposers.dflash.model import DFlashDraftModel
     from torch_dflash.train.answers.data import Prompt
 
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 )
 def run(arguments: SimpleNamespace) -> int:
     """Decode the sets that --json lacks, and print the table of all; returns the exit status."""
-    from torch_dflash.proposers.dflash.model import DFlashDraftModel
+    from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
     from torch_dflash.storage.files import write_json
     from torch_dflash.train.answers.data import read_prompts
     from torch_dflash.train.evaluate import evaluate
@@ -59,8 +58,10 @@ def run(arguments: SimpleNamespace) -> int:
     )
     _check_prompts(arguments.json, rows, sets, options.limit)
     loaded = load(arguments, arguments.drafter)
-    if not isinstance(loaded.drafter, DFlashDraftModel):
-        raise UserError(f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id.")
+    if not isinstance(loaded.drafter, DraftVocabulary):
+        raise UserError(
+            f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id, or another kind's."
+        )
     options = read_options(EvaluateOptions, arguments, **{TEMPLATE: _template(given, loaded.drafter)})
     note_penalty("train evaluate", loaded.target)
     settings = vars(options) | identity(arguments.target, loaded)
@@ -113,7 +114,7 @@ def read_figures(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UserError(f"--json {path}: holds no figures of this command; name another file.") from error
 
 
-def _template(given: dict[str, Any] | None, drafter: DFlashDraftModel) -> dict[str, Any] | None:
+def _template(given: dict[str, Any] | None, drafter: Any) -> dict[str, Any] | None:
     """The template's variables: those given, or else those of the answers that the drafter learned from."""
     from torch_dflash.train.answers.provenance import agree
     from torch_dflash.train.export import trained_template

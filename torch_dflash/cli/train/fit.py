@@ -13,12 +13,11 @@ from torch_dflash.cli.command import COUNT, option, options_of, read_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.train.stage import TEMPLATE, load, longest_text, paths_option, stage, target_name
 from torch_dflash.runtime_kinds import RUNTIMES
-from torch_dflash.train.fit.options import SIZES_OF_HEADS, DrafterShape, FitOptions, Objective
+from torch_dflash.train.fit.options import LACKS, SIZES_OF_HEADS, DrafterShape, FitOptions, Objective
 
 if TYPE_CHECKING:
     from accelerate.state import AcceleratorState
 
-    from torch_dflash.proposers.dflash.model import DFlashDraftModel
     from torch_dflash.train.answers.data import Answer
 
 MAX_LENGTH = 3072
@@ -47,7 +46,7 @@ def _check(arguments: SimpleNamespace) -> None:
         option("--max-length", type=COUNT, default=MAX_LENGTH, metavar="N", help="With --answers."),
         runtime("eager", help=RUNTIME),
         option("--start-from", metavar="D", help="A drafter to continue from; unset: a new one."),
-        *options_of(DrafterShape, optional=("mask_token_id",)),
+        *options_of(DrafterShape),
         *options_of(Objective),
         *options_of(FitOptions),
     ],
@@ -162,21 +161,22 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def drafter_to_fit(loaded: Any, arguments: SimpleNamespace) -> DFlashDraftModel:
+def drafter_to_fit(loaded: Any, arguments: SimpleNamespace) -> Any:
     """A new drafter for ``loaded.target``, or ``loaded.drafter`` with the parts of ``--head``."""
-    from torch_dflash.proposers.dflash.model import DFlashDraftModel
+    from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
     from torch_dflash.train.fit.architecture import new_drafter
     from torch_dflash.train.fit.heads import with_head
 
     if arguments.start_from is None:
-        if arguments.mask_token_id is None:
+        if arguments.mask_token_id is None and arguments.head not in LACKS:
             raise UserError(
                 "--mask-token-id: a new drafter needs one, an id that no text holds; --start-from takes that "
                 "of the drafter."
             )
         return new_drafter(loaded.target, read_options(DrafterShape, arguments))
-    if not isinstance(loaded.drafter, DFlashDraftModel):
-        raise UserError(f"--start-from {arguments.start_from}: pass a DFlash drafter's directory or id.")
+    if not isinstance(loaded.drafter, DraftVocabulary):
+        named = f"--start-from {arguments.start_from}"
+        raise UserError(f"{named}: pass a DFlash drafter's directory or id, or another kind's.")
     for field in dataclasses.fields(DrafterShape):
         if field.name not in GROWN and getattr(arguments, field.name) not in (None, field.default):
             raise UserError(

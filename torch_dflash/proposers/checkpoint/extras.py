@@ -62,7 +62,7 @@ def check_extras(config: Any) -> None:
     named = config.own_embedding or config.own_head or size is not None or config.dflash2 or rank
     if named and not whole:
         raise ValueError("vocab_size=0, but the drafter has tables of ids; set the target's in its config.")
-    mask = config.mask_token_id
+    mask = getattr(config, "mask_token_id", None)
     if config.own_embedding and is_count(mask) and mask >= whole:
         raise ValueError(
             f"mask_token_id={mask} has no row in the drafter's own embedding ({whole} rows); set the id that "

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from torch_dflash.checks import check_there
+from torch_dflash.proposers.checkpoint.config import DrafterConfig
 from torch_dflash.proposers.checkpoint.fields import check_layout
-from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, Layout
 from torch_dflash.proposers.layouts.pieces import OWN, TensorSlice, in_zlabs_names, turns_neighbours
@@ -100,7 +100,7 @@ def check_files(
     _check_rest(stored, source)
     pieces = in_zlabs_names(layout, stored, fields, source, turns_neighbours(read, source))
     left = {name: given[name] for name in given if name != "config"}
-    if isinstance(chosen, DFlashConfig):
+    if isinstance(chosen, DrafterConfig):
         config: Any = copy.deepcopy(chosen)
     else:
         kept = {name: left.pop(name) for name in (*HUB_OPTIONS, *_DTYPES) if name in left}
@@ -132,9 +132,9 @@ def _check_parts(files: Files, kind: Any, source: Any) -> None:
     check_tensors(shapes, kind, files.config, source)
 
 
-def _fields(read: Fields, chosen: Any, config_class: type[DFlashConfig], source: Any, hub: Any) -> Fields:
+def _fields(read: Fields, chosen: Any, config_class: type[DrafterConfig], source: Any, hub: Any) -> Fields:
     """The fields of the given config, of the one at a given place, or of the checkpoint's own."""
-    if isinstance(chosen, DFlashConfig):
+    if isinstance(chosen, DrafterConfig):
         return chosen.to_dict()
     if chosen is None or isinstance(chosen, dict):
         return config_class.in_our_fields(read, source)

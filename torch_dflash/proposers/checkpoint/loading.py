@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
-from torch_dflash.proposers.checkpoint.files import MASK, check_files
+from torch_dflash.proposers.checkpoint.files import MASK, check_files, hub_of, refuse_weights
 from torch_dflash.proposers.layouts.pieces import OWN
 from torch_dflash.proposers.layouts.zlab import ZLAB
-from torch_dflash.proposers.pair import TargetFacts
+from torch_dflash.proposers.notes import warn_of_tokenizer, warn_once
+from torch_dflash.proposers.pair import TargetFacts, facts_of
 from torch_dflash.storage.weight_files import HUB_OPTIONS
+
+
+class FromLayouts:
+    """Mixin: a drafter's ``from_pretrained``, which reads all of `torch_dflash.proposers.layouts`."""
+
+    kind: str
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Load a drafter; as ``PreTrainedModel.from_pretrained``, but a missing weight is an error.
+
+        Weights are read from safetensors only, and ``auto_map`` is ignored: no code of the checkpoint runs.
+        ``target=`` checks the drafter against its target first, as `torch_dflash.load_drafter` does.
+
+        Raises:
+            ValueError: not a checkpoint of this kind of drafter, or weights missing or of another shape.
+            OSError: no such checkpoint.
+        """
+        wants_info, target = kwargs.pop("output_loading_info", False), kwargs.pop("target", None)
+        hub = hub_of(kwargs)
+        facts = None if target is None else facts_of(target, **hub)
+        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if source is not None:  # else a state_dict is given
+            args, kwargs = in_our_names(source, kwargs, cls, facts)
+        parent: Any = super()
+        model, info = cast(Any, parent.from_pretrained(*args, output_loading_info=True, **kwargs))
+        for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+            if info.get(problem):
+                refuse_weights(problem, info[problem], source or "the state_dict", cls.kind)
+        if source is not None:
+            model.name_or_path = model.config.name_or_path = str(source)  # of tensors transformers knows none
+        if facts is not None:
+            warn_once(facts, model)
+        if isinstance(target, str | os.PathLike) and hasattr(model.config, "mask_token_id"):
+            warn_of_tokenizer(str(target), model, hub)
+        return (model, info) if wants_info else model
 
 
 def in_our_names(

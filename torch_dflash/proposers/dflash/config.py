@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-
-from torch_dflash.checks import check_counts, check_static_rope, check_types, is_count
+from torch_dflash.checks import check_counts, check_types, is_count
+from torch_dflash.proposers.checkpoint.config import DrafterConfig
 from torch_dflash.proposers.checkpoint.extras import check_extras
 from torch_dflash.proposers.checkpoint.fields import (
     check_fields,
     check_layout,
-    check_rope,
     check_rotation,
-    check_window,
     known_fields,
     warn_of,
 )
-from torch_dflash.proposers.layouts.known import in_zlabs_fields
-from torch_dflash.proposers.layouts.layout import Fields, refused_field
+from torch_dflash.proposers.layouts.eagle3 import EAGLE3
+from torch_dflash.proposers.layouts.eagle3 import KIND as EAGLE3_KIND
+from torch_dflash.proposers.layouts.known import in_zlabs_fields, layout_of
+from torch_dflash.proposers.layouts.layout import Fields
 from torch_dflash.proposers.layouts.pieces import without_flags
 from torch_dflash.proposers.layouts.zlab import CLASSES, DFLASH2_CLASSES
 
@@ -46,7 +44,7 @@ def is_dflash2(config: dict[str, Any]) -> bool:
     return bool(named) or "selector_rank" in nested or "selector_rank" in config
 
 
-class DFlashConfig(Qwen3Config):
+class DFlashConfig(DrafterConfig):
     """Configuration of a DFlash v1 drafter (arXiv 2602.06036), a Qwen3-style stack.
 
     The fields of ``nested_fields`` are read from ``dflash_config`` or from the top level, and written to
@@ -107,8 +105,6 @@ class DFlashConfig(Qwen3Config):
                 setattr(self, name, self.dflash_config[name])
         check_fields(self)
         self.draft_vocab_size = None if self.draft_vocab_size == self.vocab_size else self.draft_vocab_size
-        if self.layer_types and "sliding_attention" in self.layer_types:
-            self.use_sliding_window = True  # Qwen3Config drops the window without it
         super().__post_init__(**kwargs)
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
@@ -116,12 +112,6 @@ class DFlashConfig(Qwen3Config):
 
     def _nested(self) -> dict[str, Any]:
         return (self.dflash_config or {}) | {name: getattr(self, name) for name in self.nested_fields}
-
-    @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Read ``config.json``; errors as `in_our_fields`."""
-        read, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return cls.in_our_fields(read, pretrained_model_name_or_path), kwargs
 
     @classmethod
     def in_our_fields(cls, read: Fields, where: Any) -> Fields:
@@ -134,6 +124,9 @@ class DFlashConfig(Qwen3Config):
         check_types(read, where)  # a quantization_config is left out: the tensors have their types
         if read.get("vocab_size") == 0:  # our mark of a layout without it
             raise ValueError(f"vocab_size=0 in {where}: set the target's.")
+        if layout_of(read) is EAGLE3:
+            named = f"speculators_model_type={EAGLE3_KIND!r} in {where}"
+            raise ValueError(f"{named}: no DFlash drafter; load it with torch_dflash.load_drafter.")
         config = in_zlabs_fields(read, where)
         architectures = config.get("architectures") or []
         named = f"architectures={architectures} in {where}"
@@ -170,35 +163,10 @@ class DFlashConfig(Qwen3Config):
         """
         return super().to_diff_dict() | {"pad_token_id": self.vocab_size}
 
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """As in transformers, but a field of the wrong type is a ``ValueError``."""
-        try:
-            return super().from_dict(config_dict, **kwargs)
-        except StrictDataclassError as error:
-            raise refused_field(error, config_dict, "the drafter's config") from error
-
     def check(self) -> None:
         """Raise ``ValueError`` for a field that no network can be built from."""
-        check_fields(self)  # again: any may have been set since
-        if not self.target_layer_ids:
-            raise ValueError(f"target_layer_ids={self.target_layer_ids!r}: give these or num_target_layers.")
+        self.check_network()
         check_counts(least=0, mask_token_id=self.mask_token_id)
-        for tap in self.target_layer_ids:
-            check_counts(least=0, target_layer_ids=tap)
         if not is_count(self.block_size) or self.block_size < 2:
             raise ValueError(f"block_size={self.block_size!r}: the anchor and at least one draft; set >= 2.")
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            heads, groups = self.num_attention_heads, self.num_key_value_heads
-            raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
-        unknown = set(self.layer_types or ()) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise ValueError(f"layer_types holds {sorted(unknown)}; use full_attention or sliding_attention.")
-        layer_types = self.layer_types or []
-        if len(layer_types) != self.num_hidden_layers:
-            count = f"num_hidden_layers={self.num_hidden_layers}"
-            raise ValueError(f"layer_types has {len(layer_types)} entries for {count}; give one per layer.")
         check_extras(self)
-        check_window(self)
-        check_static_rope(self)
-        check_rope(self.rope_parameters)

@@ -6,9 +6,8 @@ query, no input norm, no MLP. The block's rows see the context and (unless causa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,19 +25,19 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from torch_dflash.ops.attention import Attend, KeyValue, attend_to, finite_values, visible
 from torch_dflash.proposers.checkpoint.extras import check_loop
-from torch_dflash.proposers.checkpoint.files import hub_of, refuse_weights
 from torch_dflash.proposers.checkpoint.hub import OnHub
-from torch_dflash.proposers.checkpoint.loading import in_our_names
+from torch_dflash.proposers.checkpoint.loading import FromLayouts
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
-from torch_dflash.proposers.notes import warn_of_tokenizer, warn_once
-from torch_dflash.proposers.pair import facts_of
 
 
 class DFlashAttention(nn.Module):
-    """Queries from the block; keys and values from context rows and block rows through one projection."""
+    """Queries from the block; keys and values from context rows and block rows through one projection.
 
-    def __init__(self, config: Any, index: int):
+    ``inputs``: size of a row, where it is not the hidden size.
+    """
+
+    def __init__(self, config: Any, index: int, inputs: int | None = None):
         super().__init__()
         self.index = index
         self.head_dim = config.head_dim
@@ -47,9 +46,10 @@ class DFlashAttention(nn.Module):
         self.window = config.sliding_window if sliding else None
         self.causal = sliding if config.is_causal is None else config.is_causal
         hidden, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        size = hidden if inputs is None else inputs
+        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -111,7 +111,7 @@ class DFlashLayer(nn.Module):
         return self.mlp(normed)
 
 
-class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
+class DFlashDraftModel(DraftVocabulary, OnHub, FromLayouts, PreTrainedModel):
     """A DFlash v1 drafter. z-lab's have no embedding and no head: both are the target's.
 
     ``from_pretrained`` reads a directory or a hub id in any of `torch_dflash.proposers.layouts`, without
@@ -139,13 +139,7 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
         self.add_vocabulary(config)
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
-        try:
-            self.rotary_emb = Qwen3RotaryEmbedding(config)
-        except KeyError as error:
-            raise ValueError(
-                f"rope_parameters={config.rope_parameters}: {error} is unknown or missing; set a static "
-                "rope_type (default, linear, yarn, llama3) and its fields."
-            ) from error
+        self.rotary_emb = make_rotary(config)
         self.post_init()
 
     def __getattr__(self, name: str) -> Any:
@@ -155,36 +149,6 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
                 "assistant_model, or custom_generate=torch_dflash.dflash(drafter) without it."
             )
         return super().__getattr__(name)
-
-    @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        """Load a drafter; as ``PreTrainedModel.from_pretrained``, but a missing weight is an error.
-
-        Weights are read from safetensors only, and ``auto_map`` is ignored: no code of the checkpoint runs.
-        ``target=`` checks the drafter against its target first, as `torch_dflash.load_drafter` does.
-
-        Raises:
-            ValueError: not a checkpoint of this kind of drafter, or weights missing or of another shape.
-            OSError: no such checkpoint.
-        """
-        wants_info, target = kwargs.pop("output_loading_info", False), kwargs.pop("target", None)
-        hub = hub_of(kwargs)
-        facts = None if target is None else facts_of(target, **hub)
-        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
-        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        if source is not None:  # else a state_dict is given
-            args, kwargs = in_our_names(source, kwargs, cls, facts)
-        model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
-        for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-            if info.get(problem):
-                refuse_weights(problem, info[problem], source or "the state_dict", cls.kind)
-        if source is not None:
-            model.name_or_path = model.config.name_or_path = str(source)  # of tensors transformers knows none
-        if facts is not None:
-            warn_once(facts, model)
-        if isinstance(target, str | os.PathLike):
-            warn_of_tokenizer(str(target), model, hub)
-        return (model, info) if wants_info else model
 
     def project(self, features: Float[Tensor, "B R nH"]) -> Float[Tensor, "B R H"]:
         """Target features to context rows: ``hidden_norm(fc(features))``, once per token for all layers.
@@ -262,6 +226,21 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
         context = self.project(context_hidden_states)
         hidden = self.block(noise_embeds, context, position_ids, memory)
         return BaseModelOutputWithPast(hidden, cache)
+
+
+def make_rotary(config: Any) -> nn.Module:
+    """The rotary embedding of a drafter's config.
+
+    Raises:
+        ValueError: ``rope_parameters`` name an unknown kind, or lack a field.
+    """
+    try:
+        return Qwen3RotaryEmbedding(config)
+    except KeyError as error:
+        raise ValueError(
+            f"rope_parameters={config.rope_parameters}: {error} is unknown or missing; set a static "
+            "rope_type (default, linear, yarn, llama3) and its fields."
+        ) from error
 
 
 def _rotate(rows: Float[Tensor, "B heads R D"], rope) -> Float[Tensor, "B heads R D"]:

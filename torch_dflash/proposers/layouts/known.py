@@ -6,12 +6,13 @@ from typing import Any
 
 from torch_dflash.proposers.layouts.assistant import ASSISTANT
 from torch_dflash.proposers.layouts.dspark import DSPARK
+from torch_dflash.proposers.layouts.eagle3 import EAGLE3
 from torch_dflash.proposers.layouts.laguna import LAGUNA
 from torch_dflash.proposers.layouts.layout import Fields, Layout
 from torch_dflash.proposers.layouts.speculators import SPECULATORS
 from torch_dflash.proposers.layouts.zlab import ZLAB
 
-LAYOUTS = (SPECULATORS, ASSISTANT, LAGUNA, DSPARK, ZLAB)
+LAYOUTS = (EAGLE3, SPECULATORS, ASSISTANT, LAGUNA, DSPARK, ZLAB)
 """The first that claims a config.json is its layout; z-lab's claims any."""
 
 

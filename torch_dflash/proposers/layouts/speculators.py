@@ -41,13 +41,8 @@ def _fields(config: Fields, where: Any) -> Fields:
     for name in _HEAD:
         if config.get(name) not in (None, False, "dflash"):
             raise ValueError(f"{name}={config[name]!r} in {where}: its Domino head is not known here.")
-    read = _network(required(config, "transformer_layer_config", where), where)
+    read = network(config, where)
     read |= {name: config[name] for name in _OUTSIDE if config.get(name) is not None}
-    if config.get("target_hidden_size") not in (None, read.get("hidden_size")):
-        raise ValueError(
-            f"target_hidden_size={config['target_hidden_size']} in {where}, but hidden_size="
-            f"{read.get('hidden_size')}; both must be equal."
-        )
     size = config.get("draft_vocab_size")
     if size is not None and size != read.get("vocab_size"):
         if kind == "dflash2":
@@ -71,7 +66,7 @@ def _fields(config: Fields, where: Any) -> Fields:
     }
     if kind == "dflash2":
         own |= {name: config[name] for name in SIZES if name in config} or {"selector_rank": 256}
-    return zlabs(read, CLASSES[kind], **own, target_layer_ids=_taps(config, where))
+    return zlabs(read, CLASSES[kind], **own, target_layer_ids=taps(config, where))
 
 
 def _anchors_row(config: Fields, kind: str, where: Any) -> bool:
@@ -79,30 +74,46 @@ def _anchors_row(config: Fields, kind: str, where: Any) -> bool:
 
     Drafters older than the field leave the anchor's row out: they propose one token less than a block's rows.
     """
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    counted = proposals[0].get("speculative_tokens") if isinstance(proposals[0], dict) else None
-    block = config.get("block_size", 8)
+    counted, block = proposed(config), config.get("block_size", 8)
     unset = kind == "dspark" and not (is_count(counted) and is_count(block) and counted == block - 1)
     return bool(switch(config, "sample_from_anchor", where, unset))
 
 
-def _network(given: Any, where: Any) -> Fields:
+def proposed(config: Fields) -> Any:
+    """The number of tokens proposed a round, if the config says it."""
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return proposals[0].get("speculative_tokens") if isinstance(proposals[0], dict) else None
+
+
+def network(config: Fields, where: Any, usual: str = "qwen3") -> Fields:
+    """The fields of the network; ``usual``: its kind, where none is named.
+
+    Raises:
+        ValueError: they are missing or not of that kind, or the target has other states than the drafter.
+    """
+    given = required(config, "transformer_layer_config", where)
     if not isinstance(given, dict):
         raise ValueError(f"transformer_layer_config={given!r} in {where}: must be an object.")
-    kind, read = given.get("model_type", "qwen3"), dict(given)
+    kind, read = given.get("model_type", usual), dict(given)
     if kind != "qwen3":  # the class fills in missing fields
         read = whole_fields(kind, given, f"transformer_layer_config of {where}")
     rope = read.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
         read["rope_parameters"] = rope["sliding_attention"]  # the library turns all layers by this one
+    if config.get("target_hidden_size") not in (None, read.get("hidden_size")):
+        raise ValueError(
+            f"target_hidden_size={config['target_hidden_size']} in {where}, but hidden_size="
+            f"{read.get('hidden_size')}; both must be equal."
+        )
     return read
 
 
-def _taps(config: Fields, where: Any) -> list[int]:
-    taps = required(config, "aux_hidden_state_layer_ids", where)
-    if not isinstance(taps, list) or not all(is_count(tap) and tap >= 1 for tap in taps):
-        raise ValueError(f"aux_hidden_state_layer_ids={taps!r} in {where}: must be a list of numbers from 1.")
-    return [tap - 1 for tap in taps]
+def taps(config: Fields, where: Any, name: str = "aux_hidden_state_layer_ids") -> list[int]:
+    """0-based ids of the tapped layers, from the field ``name``; raises ``ValueError`` by the field."""
+    found = required(config, name, where)
+    if not isinstance(found, list) or not all(is_count(tap) and tap >= 1 for tap in found):
+        raise ValueError(f"{name}={found!r} in {where}: must be a list of numbers from 1.")
+    return [tap - 1 for tap in found]
 
 
 SPECULATORS = Layout(

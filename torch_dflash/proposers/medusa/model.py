@@ -31,10 +31,10 @@ class MedusaConfig(PreTrainedConfig):
         medusa_num_layers: residual blocks of a head.
         target_layer_ids: the tapped layer, a list of one; unset: the last block.
         rms_norm_eps: of the norm before the heads.
+        original_lm_head: whether the target's head stands for the heads' projections, as in vLLM's.
     """
 
     model_type = "medusa"
-    own_head = True
 
     vocab_size: int | None = None
     hidden_size: int | None = None
@@ -43,6 +43,12 @@ class MedusaConfig(PreTrainedConfig):
     medusa_num_layers: int = 1
     target_layer_ids: Any = None  # list[int]; None until the default is filled in
     rms_norm_eps: float = 1e-6
+    original_lm_head: bool = False
+
+    @property
+    def own_head(self) -> bool:
+        """Whether each head has a projection."""
+        return not self.original_lm_head
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -73,7 +79,7 @@ class ResBlock(nn.Module):
 
 
 class MedusaDraftModel(DraftVocabulary, PreTrainedModel):
-    """A Medusa drafter: K heads, each residual blocks and a projection onto the vocabulary."""
+    """A Medusa drafter: K heads, each residual blocks and, with ``own_head``, a projection."""
 
     config_class: Any = MedusaConfig
     config: Any
@@ -84,14 +90,14 @@ class MedusaDraftModel(DraftVocabulary, PreTrainedModel):
     def __init__(self, config: Any):
         config.check()
         super().__init__(config)
-        hidden, blocks = config.hidden_size, range(config.medusa_num_layers)
+        hidden, self.blocks = config.hidden_size, config.medusa_num_layers
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
-        self.medusa_head = nn.ModuleList(
-            nn.Sequential(
-                *(ResBlock(hidden) for _ in blocks), nn.Linear(hidden, config.vocab_size, bias=False)
-            )
-            for _ in range(config.medusa_num_heads)
-        )
+
+        def head() -> nn.Sequential:
+            own = [nn.Linear(hidden, config.vocab_size, bias=False)] if config.own_head else []
+            return nn.Sequential(*(ResBlock(hidden) for _ in range(self.blocks)), *own)
+
+        self.medusa_head = nn.ModuleList(head() for _ in range(config.medusa_num_heads))
         self.post_init()
 
     def _init_weights(self, module) -> None:
@@ -121,10 +127,12 @@ class MedusaDraftModel(DraftVocabulary, PreTrainedModel):
     def states(self, features: Float[Tensor, "*R H"], heads: int) -> Float[Tensor, "*R N H"]:
         """The states of the first ``heads`` heads before their projections."""
         normed = self.norm(features)
-        return torch.stack([self._head(at)[:-1](normed) for at in range(heads)], dim=-2)
+        return torch.stack([self._head(at)[: self.blocks](normed) for at in range(heads)], dim=-2)
 
     def logits(self, hidden: Float[Tensor, "*R N H"], head: Any = None) -> Float[Tensor, "*R N V"]:
-        """Each state's logits through its own head's projection; the target's ``head`` is not read."""
+        """Each state's logits through its own head's projection, or through the target's ``head``."""
+        if not self.config.own_head:
+            return head(hidden)
         states = hidden.unbind(-2)
         return torch.stack([self._head(at)[-1](state) for at, state in enumerate(states)], dim=-2)
 

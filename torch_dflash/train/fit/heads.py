@@ -13,23 +13,24 @@ import torch
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.model import SIZES, DFlash2Config, DFlash2DraftModel
-from torch_dflash.train.fit.options import HEADS, SELECTOR, check_head
+from torch_dflash.train.fit.kinds import kind_of
+from torch_dflash.train.fit.options import SELECTOR, check_head
 
 NO_CHOICE = {"selector_rank": 1, "selector_top_k": 1}
-_GROWS = {"dflash": HEADS[1:], "convolutions": ("dflash2",)}
+_GROWS = {"dflash": ("convolutions", "dflash2", "dspark"), "convolutions": ("dflash2",)}
 _MARKOV_RANK = 256
 
 
-def head_of(config: DFlashConfig) -> str:
+def head_of(config: Any) -> str:
     """The head of a drafter with this config."""
+    if (head := kind_of(config).head) is not None:
+        return head
     if not isinstance(config, DFlash2Config):
         return "dspark" if config.markov_rank else "dflash"
     return "convolutions" if config.selector_top_k == 1 else "dflash2"
 
 
-def with_head(
-    drafter: DFlashDraftModel, head: str | None, seed: int = 0, **sizes: int | None
-) -> DFlashDraftModel:
+def with_head(drafter: Any, head: str | None, seed: int = 0, **sizes: int | None) -> Any:
     """``drafter`` with the parts of ``head``; None: as it is.
 
     Present parts keep their weights, new parts begin as nothing: untrained, the drafts stay the same.

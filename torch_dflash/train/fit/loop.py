@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from torch_dflash.progress import progress_bar
-from torch_dflash.proposers.dflash2.model import SIZES
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.features.extract import data_checksum
 from torch_dflash.train.features.sequences import Sequences, check_mask, check_source, check_taps
@@ -29,12 +28,8 @@ from torch_dflash.train.fit.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.fit.objective import Losses
 from torch_dflash.train.fit.options import FitOptions
 from torch_dflash.train.fit.schedule import Schedule
-from torch_dflash.train.fit.student import Student
+from torch_dflash.train.fit.student import Student, check_gradients
 from torch_dflash.train.stages import open_stage
-
-# Further config fields that a fit's weights depend on.
-SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "mask_token_id", "sliding_window")
-SHAPE += ("sample_from_anchor", "markov_rank")
 
 
 @runtime_checkable
@@ -77,14 +72,16 @@ def plan_fit(student: Student, sequences: Sequences, options: FitOptions, proces
     """The steps of a fit of ``student``.
 
     Raises:
-        ValueError: the data do not fit the drafter or the options.
+        ValueError: the data do not fit the drafter or the options, or no loss reaches a weight.
     """
     config: Any = student.drafter.config
     check_source(sequences, student.target)
     taps = tuple(config.target_layer_ids)
     last = student.last_layer if student.objective.distils else None
     check_taps(sequences, taps if last is None else (*taps, last))
-    check_mask(sequences, config.mask_token_id)
+    if (mask := getattr(config, "mask_token_id", None)) is not None:
+        check_mask(sequences, mask)
+    check_gradients(student)
     return Schedule(sequences, options, taps, last, processes)
 
 
@@ -93,7 +90,7 @@ def open_fit(directory: Path, student: Student, schedule: Schedule) -> AbstractC
 
     The runtime is no setting: a fit may continue on another.
     """
-    config: Any = student.drafter.config
+    config, kind = student.drafter.config, student.kind
     data = schedule.sequences
     settings = {
         "stage": "fit",
@@ -102,8 +99,8 @@ def open_fit(directory: Path, student: Student, schedule: Schedule) -> AbstractC
     }
     settings |= asdict(schedule.options) | asdict(student.objective)
     settings |= {"target": student.target.name, "width": student.width, "taps": schedule.taps}
-    settings |= {name: getattr(config, name) for name in SHAPE} | {"processes": schedule.processes}
-    settings |= {"head": head_of(config)} | {name: getattr(config, name, None) for name in SIZES}
+    settings |= {name: getattr(config, name) for name in kind.shape} | {"processes": schedule.processes}
+    settings |= {"head": head_of(config)} | {name: getattr(config, name, None) for name in kind.sizes}
     settings |= {"target_weights": student.target.weights, "start_weights": student.start_weights}
     settings["data_checksum"] = data_checksum(map(data.sequence, range(len(data))))
     return open_stage(directory, settings, "checkpoints/step-*")
@@ -121,25 +118,29 @@ class Loop:
             trainer.restore(checkpoint)
         self.done, self.seconds = (checkpoint.step, checkpoint.seconds) if checkpoint else (0, 0.0)
 
-    def run(self) -> None:
+    def run(self, until: int | None = None) -> None:
         """Take the remaining steps. Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint.
+
+        Args:
+            until: the last step of this run, with a validation and a checkpoint; a later run goes on.
 
         Raises:
             StageError: a stop (`Stopped`), or a loss that is not finite.
         """
         steps = self.schedule.steps
+        end = steps if until is None else min(until, steps)
         log = TrainLog(self.directory, self.done) if self.trainer.main else None
         started = time.monotonic() - self.seconds
         saved = evaluated = time.monotonic()
         with stop_requested() as stopping, self._batches() as batches, self._bar(steps) as bar:
-            last = self.done == steps
+            last = self.done >= end
             while not last:  # a stop during validation takes effect after the next step, which is saved
                 rate = self.options.rate(self.done, steps)
                 stepped = self.trainer.step(self.done, rate, next(batches))
                 self.done += 1
                 self.seconds = time.monotonic() - started
                 bar.update()
-                last = self.done == steps or self.trainer.agreed(bool(stopping))
+                last = self.done == end or self.trainer.agreed(bool(stopping))
                 if self.done % self.options.log_steps == 0 or last:
                     losses, norm = self.trainer.read(stepped)
                     found = measures(losses) | {"rate": rate, "gradient_norm": norm}
@@ -150,7 +151,7 @@ class Loop:
                 if last or time.monotonic() - saved > 60 * self.options.checkpoint_minutes:
                     self._save()
                     saved = time.monotonic()
-        if self.done < steps:
+        if self.done < end:
             raise Stopped(f"stopped after step {self.done} of {steps}; run the same command again to go on.")
 
     def _validate(self) -> dict[str, Any]:

@@ -12,9 +12,14 @@ from typing import Literal, get_args
 from torch_dflash.checks import check_counts
 from torch_dflash.train.options import Layers, check_layers
 
-Head = Literal["dflash", "convolutions", "dflash2", "dspark"]
+Head = Literal["dflash", "convolutions", "dflash2", "dspark", "medusa", "eagle3"]
 HEADS: tuple[str, ...] = get_args(Head)
-"""v1; v1 with DFlash2's convolutions; these and the candidate selector; v1 with DSpark's Markov head."""
+"""v1; with DFlash2's convolutions; with these and its selector; with DSpark's Markov head; other kinds."""
+LACKS = {
+    "medusa": ("mask_token_id", "intermediate_size", "sliding_window"),
+    "eagle3": ("mask_token_id", "layers", "sliding_window"),
+}
+"""Heads of other kinds than DFlash, and the fields of `DrafterShape` that they have no use for."""
 
 SELECTOR = ("selector_rank", "selector_top_k")
 SIZES_OF_HEADS = (*SELECTOR, "conv_group_size", "markov_rank")
@@ -44,15 +49,16 @@ class DrafterShape:
 
     Args:
         mask_token_id: an id in no text, with a row in the target's embedding: a special token unused by the
-            chat template, or a padding row past the tokenizer's last id.
-        layers: draft layers.
+            chat template, or a padding row past the tokenizer's last id. For DFlash's heads.
+        layers: draft layers, of medusa the residual blocks of a head; unset: 5, of medusa 1.
         block_size: rows W of a block, the anchor included.
-        taps: tapped layers of the target (0-based), as in 1,9,17; unset: five evenly spaced, as z-lab's.
+        taps: tapped layers of the target (0-based), as in 1,9,17; unset: five evenly spaced, as z-lab's, of
+            medusa the last, of eagle3 three.
         intermediate_size: width of the MLPs; unset: the target's.
         sliding_window: window of every draft layer, causal in the block; unset: full attention.
         head: dflash, v1; convolutions, v1 with DFlash2's convolutions; dflash2, also its candidate selector;
-            dspark, v1 that drafts from the anchor's row on, with a Markov head.
-            Unset: dflash, or the head of the drafter to continue from.
+            dspark, v1 that drafts from the anchor's row on, with a Markov head; medusa, a head a position;
+            eagle3, a pass a draft. Unset: dflash, or the head of the drafter to continue from.
         selector_rank: columns of the selector's codebooks; unset: 256, as published.
         selector_top_k: candidates that the selector chooses among; unset: 16, as published.
         conv_group_size: channels that share a convolution's dynamic kernel; unset: 16, as published.
@@ -63,8 +69,8 @@ class DrafterShape:
         ValueError: a value out of range.
     """
 
-    mask_token_id: int
-    layers: int = 5
+    mask_token_id: int | None = None
+    layers: int | None = None
     block_size: int = 16
     taps: Layers | None = None
     intermediate_size: int | None = None
@@ -83,6 +89,10 @@ class DrafterShape:
         check_counts(selector_rank=self.selector_rank, selector_top_k=self.selector_top_k)
         check_counts(conv_group_size=self.conv_group_size, markov_rank=self.markov_rank)
         check_head(self.head, **self.sizes)
+        for name in LACKS.get(self.head or "", ()):
+            if getattr(self, name) is not None:
+                given = f"{name}={getattr(self, name)} with head={self.head!r}"
+                raise ValueError(f"{given}, which has none; leave it out.")
         if self.taps is not None:
             check_layers(self.taps)
 

@@ -72,10 +72,15 @@ class Schedule:
 
     def step_batches(self, step: int, process: int = 0) -> list[AnchorBatch]:
         """The micro-batches of one step for one process, with their anchors."""
+        seed = f"{self.options.seed}/{step // self.steps_per_epoch}"
+        mine = self.step_sequences(step)[process :: self.processes]
+        return [self._batch(indices, seed) for indices in mine]
+
+    def step_sequences(self, step: int) -> list[list[int]]:
+        """Numbers of the sequences in each micro-batch of one step."""
         epoch, place = divmod(step, self.steps_per_epoch)
         size = self.options.accumulation * self.processes
-        mine = self._epoch(epoch)[place * size : (place + 1) * size][process :: self.processes]
-        return [self._batch(indices, f"{self.options.seed}/{epoch}") for indices in mine]
+        return self._epoch(epoch)[place * size : (place + 1) * size]
 
     def held_out_batches(self) -> list[AnchorBatch]:
         """Validation batches; their anchors never change."""

@@ -8,38 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_dflash.proposers.checkpoint.extras import refuse_extras
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair, tables_of_ids
 from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.tensorfiles import TargetFingerprint, weights_fingerprint
-from torch_dflash.train.fit.blocks import (
-    AnchorBatch,
-    block_targets,
-    draft_blocks,
-    gather_rows,
-    previous_tokens,
-)
+from torch_dflash.train.fit.blocks import AnchorBatch, block_targets, gather_rows, previous_tokens
+from torch_dflash.train.fit.kinds import Kind, kind_of
 from torch_dflash.train.fit.objective import Losses, LossVocabulary, block_losses
 from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.selection import Chain, Selection
-
-KNOWN = ("sample_from_anchor", "markov_rank")
-"""Extras of a drafter that a fit trains."""
 
 
 class Student(nn.Module):
     """Losses of the drafter's blocks against the target's tokens; only the drafter is trained.
 
     Args:
-        drafter: trained in place. target: gives embedding, head and, for losses against its
+        drafter: trained in place; of any `Kind`. target: gives embedding, head and, for losses against its
             distributions, the final norm.
         objective: the loss. width: rows W of a draft, the anchor included; unset: the drafter's.
         head_dtype: of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: the drafter has parts not in `KNOWN`, or does not fit the target; or the loss needs a
-            part that the target lacks.
+        ValueError: the drafter has parts that a fit does not train, or does not fit the target; or the loss
+            needs a part that the target lacks.
     """
 
     embedding: torch.Tensor
@@ -48,22 +38,22 @@ class Student(nn.Module):
 
     def __init__(
         self,
-        drafter: DFlashDraftModel,
+        drafter: Any,
         target: Any,
         objective: Objective,
         width: int | None = None,
         head_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        refuse_extras(drafter.config, "training", "train one with the target's embedding and head.", KNOWN)
+        self.kind: Kind = kind_of(drafter.config)
+        self.kind.check(drafter.config)
         check_pair(target, drafter)
         _check_tables(drafter.config, target)
         self.drafter = drafter
         self.objective = objective
         self.target = TargetFingerprint.of(target)
         self.start_weights = weights_fingerprint(drafter)  # now: a fit trains it in place
-        self.first_row = int(not drafter.config.sample_from_anchor)
-        self.width = drafter.config.block_size + 1 - self.first_row if width is None else width
+        self.width = self.kind.drafts(drafter.config) + 1 if width is None else width
         self.last_layer = target.config.get_text_config().num_hidden_layers - 1
         head = target.get_output_embeddings()
         weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
@@ -75,8 +65,7 @@ class Student(nn.Module):
 
     def forward(self, batch: AnchorBatch, vocabulary: LossVocabulary | None = None) -> Losses:
         """Sums over the batch; ``vocabulary`` unset: the loss runs over all ids."""
-        rows = self.width - 1 + self.first_row
-        hidden = draft_blocks(self.drafter, batch, self.embedding, rows)[:, :, self.first_row :]
+        hidden = self.kind.states(self.drafter, batch, self.embedding, self.width - 1)
         targets, known = block_targets(batch, self.width)
         teacher = None
         if self.final_norm is not None:
@@ -91,9 +80,10 @@ class Student(nn.Module):
 
     def _selection(self, batch: AnchorBatch) -> Selection | None:
         drafter: Any = self.drafter
-        if not drafter.config.dflash2:
+        selector = getattr(drafter, "candidate_selector", None)
+        if selector is None:
             return None
-        return Selection(drafter.candidate_selector, previous_tokens(batch, self.width))
+        return Selection(selector, previous_tokens(batch, self.width))
 
     def _chain(self, batch: AnchorBatch) -> Chain | None:
         drafter: Any = self.drafter
@@ -121,3 +111,34 @@ def _frozen_norm(target) -> nn.Module:
             "are head(norm(state)), without soft cap; set kl=0 and tv=0."
         )
     return copy.deepcopy(norm).requires_grad_(False)
+
+
+def check_gradients(student: Student) -> None:
+    """Raise ``ValueError`` for a weight that the loss does not reach, by name; nothing is computed."""
+    ghost = weightless(student, trained=True)
+    named, rows = dict(ghost.drafter.named_parameters()), student.width + 1
+    hidden, taps = student.embedding.shape[1], len(student.drafter.config.target_layer_ids)
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    features, last = (made(1, rows, width * hidden, dtype=torch.float32) for width in (taps, 1))
+    with torch.enable_grad():
+        loss = ghost(AnchorBatch(made(1, rows), made(1), features, made(1, 1), last)).loss
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    for name, gradient in zip(named, gradients, strict=True):
+        if gradient is None:
+            raise ValueError(
+                f"{name} of the drafter gets no gradient from the loss, so a fit would leave it as it is; "
+                "train a drafter without this weight."
+            )
+
+
+def weightless(module: nn.Module, trained: bool = False) -> Any:
+    """A copy of ``module`` on the meta device; ``trained``: autograd follows its parameters."""
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    for weight in module.parameters():
+        memo[id(weight)] = nn.Parameter(
+            weight.detach().to("meta"), requires_grad=trained and weight.requires_grad
+        )
+    return copy.deepcopy(module, memo)

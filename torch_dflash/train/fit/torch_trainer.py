@@ -22,7 +22,9 @@ from torch_dflash.train.fit.schedule import Schedule
 from torch_dflash.train.fit.student import Student
 
 
-def fit(student: Student, sequences: Sequences, directory: Path, options: FitOptions) -> None:
+def fit(
+    student: Student, sequences: Sequences, directory: Path, options: FitOptions, until: int | None = None
+) -> None:
     """Train ``student.drafter`` in place, from the last checkpoint under ``directory`` if there is one.
 
     Writes ``checkpoints/``, ``log.jsonl`` and ``training.png``. Ctrl-C or SIGTERM ends the fit after the
@@ -39,7 +41,7 @@ def fit(student: Student, sequences: Sequences, directory: Path, options: FitOpt
     accelerator = Accelerator(mixed_precision=options.mixed_precision, kwargs_handlers=[kwargs])
     schedule = plan_fit(student, sequences, options, accelerator.num_processes)
     with open_fit(directory, student, schedule) if accelerator.is_main_process else nullcontext():
-        Loop(TorchTrainer(student, schedule, accelerator), schedule, directory).run()
+        Loop(TorchTrainer(student, schedule, accelerator), schedule, directory).run(until)
 
 
 class TorchTrainer:
