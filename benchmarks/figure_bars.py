@@ -18,9 +18,7 @@ LEFT, BAR, GAP, TOP, UNIT = 92, 14, 14, 62, 190  # pixels; UNIT: of one token
 
 def bars(figures: dict[str, Any]) -> str:
     """The SVG for the JSON of ``benchmarks/trees.py``."""
-    return bars_of(
-        {name: row | {"plain": 1.0} for name, row in figures["tokens a round"].items()}, METHODS
-    )
+    return bars_of({name: row | {"plain": 1.0} for name, row in figures["tokens a round"].items()}, METHODS)
 
 
 def bars_of(sets: dict[str, dict[str, float]], methods: dict[str, tuple[str, str]]) -> str:

@@ -66,12 +66,13 @@ def compare_error() -> str:
 def compare_checks() -> str:
     """How many answers were decoded, equal to the replay, and how many parted at ties."""
     rows = [row for own in _counts().values() for row in own.values()]
-    checked, ties, parted = (sum(row.get(key, 0) for row in rows) for key in ("equal_to_replay", "ties", "parted"))
+    keys = "equal_to_replay", "ties", "parted"
+    checked, ties, parted = (sum(row.get(key, 0) for row in rows) for key in keys)
     decoded = sum(row.get("decoded", 0) for row in rows)
     return (
-        f"{decoded} answers of replayed methods were decoded, too: the rounds of all {checked} that say the same "
-        f"text are those of the replay. Of all decoded texts {parted} part from plain decoding's, {ties} of them at "
-        "a tie"
+        f"{decoded} answers of replayed methods were decoded, too: the rounds of all {checked} that say the "
+        f"same text are those of the replay. Of all decoded texts {parted} part from plain decoding's, {ties} "
+        "of them at a tie"
     )
 
 
@@ -79,10 +80,11 @@ def pooled(own: dict[str, dict[str, Any]]) -> list[float]:
     """Survival by depth over all sets' whole rounds."""
     depth = max(len(row["survival"]) for row in own.values())
     total = sum(row["whole_rounds"] for row in own.values())
-    return [
-        sum(row["survival"][at] * row["whole_rounds"] for row in own.values() if at < len(row["survival"])) / total
-        for at in range(depth)
-    ]
+    alive = [0.0] * depth
+    for row in own.values():
+        for at, share in enumerate(row["survival"]):
+            alive[at] += share * row["whole_rounds"] / total
+    return alive
 
 
 def compare_depth() -> str:
