@@ -109,7 +109,9 @@ class Definition:
         parts = features_of(text[:-1])
         if self.config.fc_norm:
             norms = (self.weights[f"fc_norm.{at}.weight"] for at in range(2))
-            parts = torch.cat([rms(part, norm) for part, norm in zip(parts.chunk(2, -1), norms)], -1)
+            parts = torch.cat(
+                [rms(part, norm) for part, norm in zip(parts.chunk(2, -1), norms, strict=True)], -1
+            )
         if self.config.norm_before_fc:
             parts = rms(parts, self.weights["input_norm.weight"])
         self.states = list(parts @ self.weights["fc.weight"].T)
@@ -415,13 +417,14 @@ PUBLISHED = {
     "speculators_config": {
         "algorithm": "eagle3", "default_proposal_method": "greedy",
         "proposal_methods": [
-            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
         ],
         "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "some/target"},
     },
     "transformer_layer_config": {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": VOCAB, "mlp_bias": False,
+        "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": VOCAB,
+        "mlp_bias": False,
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
         "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "pretraining_tp": 1,
     },
