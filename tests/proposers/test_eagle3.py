@@ -14,6 +14,7 @@ from support.tiny import VOCAB, randomise, small_pair
 
 import torch_dflash as td
 from torch_dflash.decode import draft
+from torch_dflash.integrations.vllm.drafter import PagedDrafter
 from torch_dflash.proposers.checkpoints import drafter_of, load_drafter_config
 from torch_dflash.proposers.eagle3.model import Eagle3Config, Eagle3DraftModel
 from torch_dflash.proposers.eagle3.proposer import Eagle3Proposer
@@ -501,6 +502,8 @@ def test_other_kinds_of_drafters_are_told_apart(tmp_path):
     publish(tmp_path)
     with refuses(ValueError, "speculators_model_type='eagle3'", "torch_dflash.load_drafter"):
         td.DFlashDraftModel.from_pretrained(tmp_path)
+    with refuses(ValueError, "a drafter of Eagle3Config: pass a DFlash or DFlash2 drafter"):
+        PagedDrafter(pair()[1], 2)
     target, drafter = small_pair("llama")
     drafter.save_pretrained(tmp_path)
     with refuses(ValueError, "not an EAGLE-3 drafter"):
