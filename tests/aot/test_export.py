@@ -51,11 +51,19 @@ def tiny(family: str = "qwen3", drafter: str = "dflash", **plan) -> aot.Abstract
     drafters = {"dflash": lambda: drafter_config(target, **layers)}
     drafters |= {"dflash2": lambda: drafter_config(target, **layers, **SECOND)}
     drafters |= {"ngram": lambda: NGramProposer(width=5), "plain": lambda: None}
+    drafters |= {"eagle3": lambda: eagle3_config(target)}
     return aot.abstract_pair(target, drafters[drafter](), capacity=64, batch_size=3, **plan)
 
 
+def eagle3_config(target, **fields) -> td.Eagle3Config:
+    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+    sizes += ["head_dim", "max_position_embeddings"]
+    taken = {name: getattr(target, name) for name in sizes}
+    return td.Eagle3Config(**taken, num_target_layers=target.num_hidden_layers, **fields)
+
+
 CASES = [("qwen3", "dflash"), ("llama", "dflash"), ("qwen2", "dflash"), ("gpt_oss", "dflash")]
-CASES += [("llama", "dflash2"), ("qwen3", "ngram"), ("qwen3", "plain")]
+CASES += [("llama", "dflash2"), ("llama", "eagle3"), ("qwen3", "ngram"), ("qwen3", "plain")]
 
 
 @cache
@@ -236,6 +244,37 @@ def test_round_compiles_for_one_v5p_chip(chunk, batch_size, most, capsys):
     # The same program costs what its context is: at 512 tokens an eighth of the K/V.
     short = floor_of(model.pair, model.params, context=512).round
     assert 0.98 * short < compiled.traffic_at(512) < (most + 0.01) * short
+
+
+@cache
+def eagle3_width(drafts: int) -> aot.AbstractPair:
+    target = qwen3_4b_width(1).pair.target.config
+    config = eagle3_config(target, block_size=drafts + 1, own_head=True, draft_vocab_size=32000)
+    return aot.abstract_pair(target, config, capacity=4096, dtype=torch.bfloat16)
+
+
+def test_each_further_pass_of_a_chain_reads_the_layer_and_the_head():
+    two, four = (floor_of(model.pair, model.params, 4096).draft for model in map(eagle3_width, (2, 4)))
+    hidden, cached = 2560, 2 * 8 * 128 * 4096
+    layer = hidden * (2 * 4096 + 2 * 2 * 1024 + 4096 + 3 * 9728)  # queries, keys and values, output, MLP
+    norms = 4 * hidden
+    assert four - two == 2 * 2 * (layer + norms + 32000 * hidden + cached)
+
+
+@pytest.mark.aot
+def test_a_round_with_a_chain_of_passes_compiles_for_one_v5p_chip(capsys):
+    """The passes are a loop in the program, whose bytes count once a trip."""
+    model = eagle3_width(5)
+    compiled = aot.compile_round(model)
+    instructions = Program(compiled.hlo).instructions()
+    assert sum(one.op == "while" for one in instructions) == 1 and not forbidden(compiled.hlo)
+    assert not compiled.unaliased
+    floor = floor_of(model.pair, model.params, context=4096).round
+    with capsys.disabled():
+        print(
+            f"\nv5p, EAGLE-3 of 5 drafts: {compiled.traffic_bytes / 1e6:.1f} MB, floor {floor / 1e6:.1f} MB"
+        )
+    assert 0.98 * floor < compiled.traffic_bytes < 1.1 * floor
 
 
 @pytest.mark.aot

@@ -39,8 +39,18 @@ def pairs():
             layer_types=["sliding_attention"] * 2,
         ),
         "dflash2": make_pair("llama", agree=4.0, **SECOND),
+        "eagle3": (target := make_target("llama"), randomise(td.Eagle3DraftModel(layer_for(target)), 7)),
         "medusa": (target := make_target("llama"), randomise(td.MedusaDraftModel(heads_for(target)), 7)),
     }
+
+
+def layer_for(target):
+    given = target.config.to_dict()
+    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+    sizes += ["head_dim", "max_position_embeddings"]
+    return td.Eagle3Config(
+        **{name: given[name] for name in sizes}, num_target_layers=given["num_hidden_layers"]
+    )
 
 
 def heads_for(target):
@@ -108,7 +118,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     assert texts == [NEXT + own_text(target, NEXT, NEW), OTHER + own_text(target, OTHER, NEW)]
 
 
-@pytest.mark.parametrize("kind", ["lookahead", "medusa"])
+@pytest.mark.parametrize("kind", ["lookahead", "medusa", "eagle3"])
 def test_an_eager_row_is_given_to_another_request(pairs, kind):
     test_a_row_is_given_to_another_request(pairs, kind, "eager")
 

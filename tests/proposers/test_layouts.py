@@ -85,8 +85,8 @@ def test_an_unknown_field_within_dsparks_object_is_named(tmp_path):
 REFUSED = {
     "speculators": [
         (
-            {"speculators_model_type": "eagle3"},
-            "speculators_model_type='eagle3'.*only dflash, dflash2, dspark",
+            {"speculators_model_type": "mtp"},
+            "speculators_model_type='mtp'.*only dflash, dflash2, dspark",
         ),
         ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids=.0, 2..*numbers from 1"),
         ({"mask_token_id": ...}, "mask_token_id is missing"),

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 Attend = Callable[[Any, Tensor, Tensor, Tensor, float], Tensor]
@@ -17,6 +18,9 @@ Attend = Callable[[Any, Tensor, Tensor, Tensor, float], Tensor]
 
 def check_drafts(config: Any, drafts: int) -> None:
     """Raise ``ValueError`` if a drafter of this config was not trained to draft so many tokens at once."""
+    if not isinstance(config, DFlashConfig):
+        kind = type(config).__name__
+        raise ValueError(f"method='dflash' with a drafter of {kind}: pass a DFlash or DFlash2 drafter.")
     most = config.block_size - int(not config.sample_from_anchor)
     if not 1 <= drafts <= most:
         raise ValueError(

@@ -76,7 +76,11 @@ class Eagle3Proposer(Proposer):
         return ()
 
     def rewind(self, pstate, kept, snapshot=None) -> Eagle3State:
-        """The state of the row's last token comes with its next tokens, which are read before any draft."""
+        """The state of the row's last token comes with its next tokens, which are read before any draft.
+
+        A session of a recurrent target goes on from places where a text was cut. The row before such a place
+        keeps the embedding of the token that the target picked there: drafts may differ, texts do not.
+        """
         return replace(pstate, length=kept.clone())
 
     def observe(self, pstate, features: Any, ids, next_ids, count, embed) -> Eagle3State:

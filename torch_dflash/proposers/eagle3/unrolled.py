@@ -24,8 +24,8 @@ def unrolled_states(
 ) -> Float[Tensor, "B A N H"]:
     """The states of ``count`` drafts after each anchor, ready for the head, as decoding computes them there.
 
-    The k-th pass reads the k-th token of the text from the anchor on, whatever was drafted, and the state of the
-    pass before. It sees the features before the anchor, and the rows of the anchor's own passes.
+    The k-th pass reads the k-th token of the text from the anchor on, whatever was drafted, and the state of
+    the pass before. It sees the features before the anchor, and the rows of the anchor's own passes.
 
     Args:
         ids, features: of the text. anchors: positions from 1 on; smaller ones give senseless states.
