@@ -71,8 +71,8 @@ def compare_checks() -> str:
     decoded = sum(row.get("decoded", 0) for row in rows)
     return (
         f"{decoded} answers of replayed methods were decoded, too: the rounds of all {checked} that say the "
-        f"same text are those of the replay. Of all decoded texts {parted} part from plain decoding's, {ties} "
-        "of them at a tie"
+        "same text are those of the replay. "
+        f"Of all decoded texts {parted} part from plain decoding's, {ties} of them at a tie"
     )
 
 
