@@ -144,7 +144,8 @@ def test_experts_stored_one_by_one_are_stacked(experts, dtype):
     same_values(loaded, live)
     ids = torch.tensor([[4, 5, 6, 7]])
     text = td.compile(loaded, None, **FIXED).generate(ids, **GREEDY)
-    assert torch.equal(text, td.compile(live, None, runtime="eager", **FIXED).generate(ids, **GREEDY))
+    runtime = "eager" if dtype is None else "xla"  # in half precision each runtime has its own ties
+    assert torch.equal(text, td.compile(live, None, runtime=runtime, **FIXED).generate(ids, **GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_the_bars_count_bytes_and_name_programs(tmp_path, capsys):
     assert "loading weights: 100%" in said and f"{size / 1000:.0f}k/" in said
     assert engine.warmup(progress=True) is engine
     said = capsys.readouterr().err
-    places = [said.index(name) for name in ("begin:", "prefill 16:", "rounds:", "read: 100%")]
+    places = [said.index(name) for name in ("prompts of 16 tokens:", "rounds:", "the results' read: 100%")]
     assert places == sorted(places)
 
 

@@ -81,7 +81,7 @@ def drafted(runtime, prompts, options, known, wrong):
     return texts(drafting, prompts, options)
 
 
-@pytest.mark.parametrize(("runtime", "examples"), [("eager", 40), ("xla", 20)])
+@pytest.mark.parametrize(("runtime", "examples"), [("eager", 40), ("xla", 40)])
 def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples):
     seen, used = [], set()
 

@@ -23,6 +23,7 @@ from jax_bridge.reference import static as static_drafter
 from jax_bridge.reference.config import LayerMask, read_target_config
 from jax_bridge.reference.target import empty_cache, forward_target
 from torch_dflash.cache.dense import StaticLayer
+from torch_dflash.cache.ring import RingLayer
 from torch_dflash.proposers.dflash.proposer import DFlashState
 from torch_dflash.state import DecodeState, Sampling
 
@@ -136,12 +137,23 @@ def decode_state(state: loop.State, slots: int) -> DecodeState:
     )
 
 
+def in_rings(state: DecodeState, engine) -> DecodeState:
+    """The draft layers with a window as rings, which the reference keeps dense."""
+    proposer = state.proposer
+    empty, zeros = engine.pair.proposer.start(engine.plan, "cpu").layers, torch.zeros_like(proposer.length)
+    layers = tuple(
+        own.write(dense.key, dense.value, zeros, proposer.length) if isinstance(own, RingLayer) else dense
+        for own, dense in zip(empty, proposer.layers, strict=True)
+    )
+    return dataclasses.replace(state, proposer=dataclasses.replace(proposer, layers=layers))
+
+
 def test_a_reference_generation_goes_on_in_ours(pair, lowered):
     state = loop.start(pair.models, pair.weights, PROMPTS, authors.NEW)
     for _ in range(2):
         state = pair.step(pair.weights, state)
     engine = authors.make_engine(pair, "eager")
-    state = jb.state_to_torch(decode_state(state, engine.plan.slots))
+    state = in_rings(jb.state_to_torch(decode_state(state, engine.plan.slots)), engine)
     while not state.done.all():
         state = engine.advance(state)
     for row, expected in enumerate(lowered):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,7 +30,7 @@ class StaticLayer(ByPosition):
     value: Float[Tensor, "B G S Dv"]
 
     @classmethod
-    def allocate(cls, spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> Self:
+    def allocate(cls, spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> StaticLayer:
         """Zeroed buffers of one layer."""
         shape = plan.batch_size, spec.heads, plan.slots
         # Zeros, not empty: a masked slot is multiplied by a zero weight, and 0 * NaN would be NaN.
@@ -40,7 +40,7 @@ class StaticLayer(ByPosition):
 
     def write(
         self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], count: Int[Tensor, " B"] | None = None
-    ) -> Self:
+    ) -> StaticLayer:
         """Put [B, G, M, D] rows, or the first ``count`` [B] of them, at ``start`` [B]; consumes self."""
         return replace(
             self,

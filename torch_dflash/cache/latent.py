@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,13 +21,13 @@ class LatentLayer(StaticLayer):
 
     trees: ClassVar[bool] = False
 
-    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, Self]:
+    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, StaticLayer]:
         """Write the rows and return the buffers up to the last row; consumes self."""
         layer = self.write(view.rounded(key), view.rounded(value), view.start, view.count)
         seen = reach(view.start, key.shape[2], layer.key.shape[2])
         return view.rounded(layer.key[:, :, :seen]), view.rounded(layer.value[:, :, :seen]), layer
 
-    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, Self]:
+    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, StaticLayer]:
         """Attend causally to ``inputs.key``, which has all positions."""
         mask = view.mask(inputs, inputs.key.shape[2])
         return attend_densely(inputs, inputs.key, inputs.value, mask), self

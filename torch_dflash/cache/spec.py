@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -86,11 +86,11 @@ class ByPosition:
 
     trees: ClassVar[bool] = True
 
-    def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, Self]:
+    def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, ByPosition]:
         """The module's own rows: ``attend`` adds the cached ones."""
         return key, value, self
 
-    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Self:
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> ByPosition:
         """A chain's accepted rows are already in place."""
         return self
 
@@ -98,7 +98,7 @@ class ByPosition:
         """Nothing: later rows leave earlier ones as they are."""
         return ()
 
-    def restore(self, snapshot: Any) -> Self:
+    def restore(self, snapshot: Any) -> ByPosition:
         """Every mask hides the rows behind the restored length."""
         return self
 

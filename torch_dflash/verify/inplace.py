@@ -46,8 +46,10 @@ class WritesToViews(TorchDispatchMode):
 
 
 def _is_tested(frame: FrameType | None) -> bool:
-    """Whether the innermost code outside torch is in a file of transformers with a tested class."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    """Whether the innermost code outside torch, and outside other modes, is in a file with a tested class."""
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_dispatch__"
+    ):
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(TRANSFORMERS):
         return False
