@@ -404,6 +404,7 @@ with install_import_hook(["torch_dflash"], "beartype.beartype"):
     import torch_dflash as td
     import torch_dflash.proposers
     [getattr(td, name) for name in td.__all__]
+warnings.filterwarnings("ignore", "note: ")  # of odd pairs
 import torch, pytest
 from support import tiny
 from torch_dflash.accept import trim_at_stop
