@@ -136,6 +136,7 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
         ("torch_dflash.cli.aot", "jax_bridge.aot.compile", True),
         ("torch_dflash.cli.aot", "jax_bridge.aot.report", True),
         ("torch_dflash.cli.aot", "jax_bridge.aot.kflat", True),
+        ("torch_dflash.cli.bench", "jax_bridge.aot.methods", True),
         ("torch_dflash.cli.env", "jax_bridge", True),
         ("torch_dflash.cli.fit_memory", "jax_bridge.aot.memory", True),
         ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),

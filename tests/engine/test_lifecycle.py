@@ -156,7 +156,7 @@ def test_a_change_of_weights_is_seen_without_compiling(engine, pair):
 
 
 def live_arrays() -> int:
-    """Counts JAX arrays but torchax's random key, uint32, and the flags of rows that each engine keeps, bool."""
+    """Counts JAX arrays without torchax's random key, uint32, and each engine's flags of rows, bool."""
     return sum(array.dtype not in ("uint32", "bool") for array in jax.live_arrays())
 
 

@@ -72,7 +72,7 @@ class Count:
 
     @property
     def standard_error(self) -> float:
-        """Of `tokens_per_round`, a ratio of sums over independent answers; nan of fewer than two."""
+        """Error of `tokens_per_round`, a ratio of sums over independent answers; nan of fewer than two."""
         answers, count = len(self.rounds), sum(map(len, self.rounds))
         if answers < 2 or not count:
             return math.nan
