@@ -122,7 +122,7 @@ def _bench(arguments: SimpleNamespace) -> Bench:
 
 
 def _identity(arguments: SimpleNamespace, bench: Bench) -> dict[str, Any]:
-    """What the figures and texts of one file have in common."""
+    """The options that all figures and texts of one file share."""
     from torch_dflash.cli.train.stage import target_name
     from torch_dflash.storage.files import checksum_of
 
