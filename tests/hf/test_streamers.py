@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import tiny
 from support.refusals import refuses
+from support.versions import needs_native
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -110,6 +111,7 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", unk_token="w0")
 
 
+@needs_native
 def test_both_ways_through_a_pipeline_say_its_text(pair):
     target, drafter = copy.deepcopy(pair)
     target.config.eos_token_id = 3  # a model on the hub has a stop id, and a drafter has none

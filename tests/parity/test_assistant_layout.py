@@ -183,5 +183,5 @@ def test_taps_of_speculators_are_one_higher(tmp_path, monkeypatch):
     publish(tmp_path, "speculators", own)
     right = accepted(target, own)
     assert accepted(target, td.load_drafter(tmp_path)) == right
-    monkeypatch.setattr(speculators, "_taps", lambda config, where: config["aux_hidden_state_layer_ids"])
+    monkeypatch.setattr(speculators, "taps", lambda config, where: config["aux_hidden_state_layer_ids"])
     assert accepted(target, td.load_drafter(tmp_path)) != right

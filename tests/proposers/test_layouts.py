@@ -16,8 +16,9 @@ from torch_dflash.proposers.checkpoint.extras import extras_of
 from torch_dflash.proposers.checkpoint.hub import hub_card
 from torch_dflash.proposers.checkpoints import load_drafter_config
 from torch_dflash.proposers.layouts.pieces import TensorSlice
+from torch_dflash.train.fit.kinds import KNOWN
 from torch_dflash.train.fit.options import Objective
-from torch_dflash.train.fit.student import KNOWN, Student
+from torch_dflash.train.fit.student import Student
 
 OF_NO_NETWORK = tuple("architectures bos_token_id eos_token_id pad_token_id num_target_layers dtype".split())
 OF_NO_NETWORK += ("transformers_version", "tie_word_embeddings", "use_cache", "max_window_layers")

@@ -21,7 +21,7 @@ ISSUE = "Problem Statement:\n{}\nPlease fix the issue described above."
 class KnownSet(NamedTuple):
     """One of the nine sets: the text around each question, and `checksum` of all raw prompts.
 
-    ``shipped`` is the checksum of the wrapped prompts in `data/eval`, None where the licence keeps them out.
+    ``shipped`` is the checksum of the wrapped prompts in `data`, None where the licence keeps them out.
     """
 
     wrap: str
@@ -69,7 +69,7 @@ def read_sets(paths: list[Path]) -> tuple[dict[str, list[Prompt]], dict[str, str
 
     Args:
         paths: JSON lines as `read_prompts` takes them, or folders of such files. A file that is called as
-            one of the nine must hold its prompts, raw or as in `data/eval`; others are taken as they are.
+            one of the nine must hold its prompts, raw or as in `data`; others are taken as they are.
 
     Raises:
         StageError: an unreadable file, two files of one name, or no set that is left.
