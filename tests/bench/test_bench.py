@@ -274,6 +274,14 @@ def test_replay_that_is_no_decoding_is_an_error(world, monkeypatch):
         bench.count("one", method, texts["answers"])
 
 
+def test_questions_that_do_not_fit_are_an_error(world, tmp_path, capsys):
+    prompts = tmp_path / "one.jsonl"
+    prompts.write_text('{"prompt": "alpha"}\n')
+    words, _, _ = line(world, tmp_path, "--methods", "lookup", "--prompts", prompts)
+    assert main([*words, "--max-prompt-tokens", "1"]) == 2
+    assert "no question of one is at most 1 tokens long" in capsys.readouterr().err
+
+
 def test_what_is_done_is_kept(world, tmp_path, capsys, monkeypatch):
     counted = Bench.count
 

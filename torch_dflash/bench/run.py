@@ -150,11 +150,8 @@ class Bench:
     def _engine(self, method: Method, room: int, *rules: Any, **more: Any) -> Engine:
         options = {"batch_size": self.options.batch_size, "processors": rules, "filters": False}
         options |= {"verify_width": method.verify_width} | more
-        return Engine(
-            self.target,
-            method.drafter,
-            EngineOptions(runtime=self.options.runtime, max_length=self._capacity(room), **options),
-        )
+        size = {"runtime": self.options.runtime, "max_length": self._capacity(room)}
+        return Engine(self.target, method.drafter, EngineOptions(**size, **options))
 
     def _capacity(self, room: int) -> int:
         return min(room + self.options.max_new_tokens, context_of(self.target))
@@ -171,7 +168,7 @@ def run(
     """Fill ``texts`` and ``results`` with what they lack; ``keep`` is called after each part of a set.
 
     Raises:
-        StageError: what they hold is of other prompts or texts.
+        StageError: what they hold is of other prompts or texts, or no question fits.
     """
     counts, walls = results.setdefault("counts", {}), results.setdefault("walls", {})
     for name, prompts in sets.items():
@@ -200,6 +197,9 @@ def run(
         if bench.options.walls and name not in walls:
             walls[name] = {"methods": bench.walls(name, answers), "provenance": provenance()}
             keep()
+    if not counts:
+        room = f"{bench.longest} tokens long, the room that max_new_tokens and max_prompt_tokens leave"
+        raise StageError(f"no question of {', '.join(sets)} is at most {room}; lower or raise them.")
 
 
 def prompts_checksum(bench: Bench, prompts: list[Prompt]) -> int:
