@@ -5,8 +5,9 @@ from functools import cache
 import pytest
 import torch
 from support.authors import SECOND
+from support.own_texts import OwnTexts
 from support.refusals import refuses
-from support.scripted import own_text, pad, run
+from support.scripted import pad, run
 from support.tabled import Tabled, with_path
 from support.tiny import make_drafter, make_pair
 
@@ -27,28 +28,8 @@ def pair():
     return make_pair("llama", agree=6.0)
 
 
-@cache
-def own(row):
-    return own_text(pair()[0], PROMPTS[row], NEW)
-
-
-@cache
-def sampled():
-    plain = td.compile(pair()[0], None, runtime="eager", **SIZES)
-    return run(plain, PROMPTS, max_new_tokens=NEW, **SAMPLED)[0]
-
-
-def made(drafter, runtime="eager", **options):
-    return td.compile(pair()[0], drafter, runtime=runtime, **(SIZES | options))
-
-
-def check(engine):
-    """Asserts the target's own texts; returns the statistics of greedy and of sampled rows."""
-    texts, greedy = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
-    assert texts == [own(row) for row in range(3)]
-    texts, drawn = run(engine, PROMPTS, max_new_tokens=NEW, **SAMPLED)
-    assert texts == sampled()
-    return greedy, drawn
+TEXTS = OwnTexts(lambda: pair()[0], PROMPTS, NEW, SAMPLED, SIZES)
+own, sampled, made, check = TEXTS.own, TEXTS.sampled, TEXTS.made, TEXTS.check
 
 
 def lookup(width=16):

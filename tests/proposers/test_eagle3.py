@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from support.own_texts import OwnTexts
 from support.refusals import refuses
 from support.scripted import own_text, pad, run
 from support.states import look
@@ -41,18 +42,8 @@ def pair():
     return target, randomise(Eagle3DraftModel(config()), 21)
 
 
-@cache
-def own(row):
-    return own_text(pair()[0], PROMPTS[row], NEW)
-
-
-@cache
-def sampled():
-    return run(made(None), PROMPTS, max_new_tokens=NEW, **SAMPLED)[0]
-
-
-def made(drafter, runtime="eager", **options):
-    return td.compile(pair()[0], drafter, runtime=runtime, **(SIZES | options))
+TEXTS = OwnTexts(lambda: pair()[0], PROMPTS, NEW, SAMPLED, SIZES)
+own, sampled, made = TEXTS.own, TEXTS.sampled, TEXTS.made
 
 
 @cache
@@ -65,10 +56,7 @@ def begun(engine):
 
 
 def check(engine):
-    texts, greedy = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
-    assert texts == [own(row) for row in range(3)]
-    texts, drawn = run(engine, PROMPTS, max_new_tokens=NEW, **SAMPLED)
-    assert texts == sampled()
+    greedy, drawn = TEXTS.check(engine)
     return greedy.acceptance_lengths, drawn.acceptance_lengths
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.own_texts import OwnTexts
 from support.refusals import refuses
 from support.scripted import own_text, pad, run
 from support.states import look
@@ -28,19 +29,12 @@ def target():
     return small_pair("llama", agree=8.0)[0]
 
 
-@cache
-def own(row):
-    return own_text(target(), PROMPTS[row], NEW)
-
-
-@cache
-def sampled():
-    engine = td.compile(target(), None, runtime="eager", **SIZES)
-    return run(engine, PROMPTS, max_new_tokens=NEW, **SAMPLED)[0]
+TEXTS = OwnTexts(target, PROMPTS, NEW, SAMPLED, SIZES)
+own, sampled = TEXTS.own, TEXTS.sampled
 
 
 def made(runtime="eager", **options):
-    return td.compile(target(), LookaheadProposer(3, 4, 2), runtime=runtime, **(SIZES | options))
+    return TEXTS.made(LookaheadProposer(3, 4, 2), runtime, **options)
 
 
 class Lists:
@@ -135,10 +129,7 @@ def test_a_window_that_is_moved_wrongly_is_seen(monkeypatch, broken):
 
 
 def check(engine):
-    texts, greedy = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
-    assert texts == [own(row) for row in range(3)]
-    texts, drawn = run(engine, PROMPTS, max_new_tokens=NEW, **SAMPLED)
-    assert texts == sampled()
+    greedy, drawn = TEXTS.check(engine)
     return greedy.acceptance_lengths, drawn.acceptance_lengths
 
 

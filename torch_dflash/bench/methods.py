@@ -18,8 +18,8 @@ TREES: dict[str, Callable[[Any, int], Any]] = {
     "tree": TreeProposer,
     "union": lambda drafter, rows: Union(NGramProposer(), drafter, rows=rows),
 }
-OWN = {"plain": "plain decoding", "lookup": "prompt lookup", "lookahead": "lookahead decoding"}
-THEIRS = {"hf": "plain", "hf-lookup": "prompt_lookup_num_tokens", "hf-dflash": 'speculation_type="dflash"'}
+OWN = "plain", "lookup", "lookahead"
+THEIRS = "hf", "hf-lookup", "hf-dflash", "hf-assistant"
 FORMS = "plain, lookup[:W], lookahead, hf, hf-lookup[:W], hf-dflash[=DIR], hf-assistant=DIR, " + ", ".join(
     [*(f"{head}[:W]=DIR" for head in HEADS), *(f"{tree}:ROWS[=DIR]" for tree in TREES)]
 )
@@ -56,7 +56,7 @@ class Method:
     @property
     def plain(self) -> bool:
         """Whether it drafts nothing."""
-        return self.drafter is None and not self.theirs
+        return self.drafter is None and self.theirs is None
 
 
 def read_words(text: str) -> list[Word]:
@@ -117,7 +117,7 @@ def _word(word: str) -> Word:
     name, _, source = word.partition("=")
     kind, _, number = name.partition(":")
     most = WIDEST.get(kind, 0)
-    if kind not in (*OWN, *THEIRS, "hf-assistant", *HEADS, *TREES) or (number and not most):
+    if kind not in (*OWN, *THEIRS, *HEADS, *TREES) or (number and not most):
         raise ValueError(f"{word}: no such method; take some of {FORMS}.")
     if number and (not number.isdecimal() or not 2 <= int(number) <= most) or (kind in TREES and not number):
         raise ValueError(f"{word}: give rows from 2 to {most}, the anchor included, as {kind}:16.")

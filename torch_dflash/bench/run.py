@@ -82,7 +82,7 @@ class Bench:
             AssertionError: decoded rounds are not those of the replay, where the text is the same.
         """
         few = answers[: self.options.decoded]
-        if method.plain and method.theirs is None:
+        if method.plain:
             rounds = [[1] * (len(text) - 1) for _, text in answers]
             return {"by": "its texts"} | Count(rounds, [False] * len(rounds)).row()
         if method.theirs is not None:
