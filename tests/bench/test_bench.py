@@ -25,6 +25,7 @@ from torch_dflash.cli import main
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import Prompt, read_prompts
 from torch_dflash.train.fit.architecture import new_drafter
+from torch_dflash.train.options import Layers
 
 PROMPT, ROOM = [5, 17, 80, 33], 64
 
@@ -212,11 +213,20 @@ def line(world, tmp_path, *more):
 
 def test_the_command_on_every_method(world, tmp_path, capsys, monkeypatch):
     """Two sets of two prompts, one of two turns; again without work; other options are refused."""
-    folder, first, second = tmp_path / "drafter", tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    new_drafter(world.target, shape()).save_pretrained(folder)
+    first, second = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    bare = {"mask_token_id": None, "layers": None}
+    kinds = {
+        "dflash": shape(),
+        "dflash2": shape(head="dflash2", selector_rank=4, selector_top_k=4),
+        "medusa": shape(head="medusa", block_size=4, layers=1, mask_token_id=None, taps=None),
+        "eagle3": shape(head="eagle3", block_size=4, **bare, taps=Layers((0, 2, 3))),
+    }
+    for name, one in kinds.items():
+        new_drafter(world.target, one).save_pretrained(tmp_path / name)
     first.write_text('{"turns": ["alpha", "be"]}\n{"prompt": "gamma"}\n')
     second.write_text('{"prompt": "eta?"}\n{"prompt": "' + "long " * 40 + '"}\n')
-    methods = f"lookup,lookahead,hf,hf-lookup,dflash={folder},tree:8,union:8"
+    methods = ",".join(["lookup,lookahead,hf,hf-lookup", *(f"{name}={tmp_path / name}" for name in kinds)])
+    methods += f",hf-dflash={tmp_path / 'dflash'},tree:8={tmp_path / 'dflash'},union:8={tmp_path / 'dflash'}"
     words, json_file, texts = line(world, tmp_path, "--methods", methods, "--prompts", first, second)
     words += ["--walls", "1", "--price", "4.2"]
     assert main(words) == 0
@@ -225,7 +235,7 @@ def test_the_command_on_every_method(world, tmp_path, capsys, monkeypatch):
     assert [*found["counts"]] == ["one", "two"] and found["counts"]["two"]["left_out"] == 1
     rows = found["counts"]["one"]["methods"]
     assert [*rows] == ["plain", *(word.partition("=")[0] for word in methods.split(","))]
-    assert rows["dflash"]["by"] == "replayed" and rows["dflash"]["equal_to_replay"] == 1
+    assert all(rows[name]["by"] == "replayed" and rows[name]["equal_to_replay"] == 1 for name in kinds)
     assert rows["lookup"]["by"] == "decoded" and rows["lookup"]["answers"] == 3
     assert rows["plain"]["tokens_per_round"] == 1 and all(row["parted"] == 0 for row in rows.values())
     assert [*found["walls"]["two"]["methods"]] == [*rows] and "dollars a million" in said
