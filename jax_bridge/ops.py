@@ -38,7 +38,7 @@ from jax_bridge.mesh.heads import (
 )
 from jax_bridge.mesh.mixers import absorb_on_slice, mixer_on_slice
 from jax_bridge.mesh.products import partitioned_linear, partitioned_stacked_linear, partitioned_stacked_sum
-from jax_bridge.weights.formats import Multiplier, Readable, Transposed, name_of, stored_as
+from jax_bridge.weights.formats import Multiplier, Readable, Scaled, Transposed, name_of, stored_as
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import absorb
 from torch_dflash.ops.attention import (
@@ -188,8 +188,8 @@ _embedding_of_torchax = environment()._ops[torch.ops.aten.embedding].func
 def _embedding(weight, ids, *how, **named):
     def look_up(weight, ids):
         kept = stored_as(weight)
-        table = kept.table if isinstance(kept, Multiplier) else kept
-        if isinstance(table, Readable | Cut):
+        table = kept.table if isinstance(kept, Multiplier) and not isinstance(kept, Scaled) else kept
+        if isinstance(table, Readable | Cut | Scaled):
             return table.look_up(ids)
         return _embedding_of_torchax(weight, ids, *how, **named)
 

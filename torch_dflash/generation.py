@@ -77,8 +77,8 @@ def compile(
         matmul_precision: XLA matmul precision; "highest" keeps fp32 exact on TPU and GPU.
         compute: the type of linear products, on a CPU: "auto" (the weights' own), "float32" or "bfloat16"
             (sums in float32); norms, softmax and positions stay as they are.
-        quantize: "int8" keeps linear weights in 8 bits, a scale for each output row, and quantises rows as
-            they come; on a CPU. The text is that of plain decoding in the same arithmetic.
+        quantize: "int8" keeps linear weights in 8 bits, a scale for each output row; a CPU quantises rows as
+            they come, too. The text is that of the quantised model: of plain decoding with the same option.
         mesh: the chips that share each weight (docs/slices.md): how many of JAX's devices, "auto" for all of
             them, or a `jax.sharding.Mesh` with the one axis "model"; of this process or of all
             (docs/hosts.md); unset: where `jax_bridge.load` put the target, else JAX's default device.

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from jax_bridge.devices.on_mesh import OnMesh, places_of
 from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_rounds, tracing
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
+from jax_bridge.weights.layout import LayoutRules
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.ops.windows import read_rows, write_rows
@@ -44,6 +46,8 @@ from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState, Draft
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
+
+ABSENT = SimpleNamespace(platform="tpu")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ def abstract_pair(
     verify_width: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     rows: int | None = None,
+    quantize: str | None = None,
     **plan: Any,
 ) -> AbstractPair:
     """A target and its proposer, from configs alone.
@@ -110,6 +115,7 @@ def abstract_pair(
         block_size: rows W of the draft pass; unset: the drafter's own.
         verify_width: rows M of the verify pass; the whole block by default.
         rows: of a tree of the drafter's block (`td.TreeProposer`), the anchor included; None: a chain.
+        quantize: as in `torch_dflash.compile`, on one chip.
         dtype: of the weights, and so of every cache. Buffers such as rotary frequencies keep theirs.
         plan: further fields of `DecodePlan`.
 
@@ -125,7 +131,7 @@ def abstract_pair(
     width = proposer.width
     fixed = DecodePlan(batch_size, capacity, width, verify_width or width, depth=proposer.depth, **plan)
     pair = Pair(Target(model), proposer, fixed)
-    return _with_state(pair, _abstract_params(pair, dtype))
+    return _with_state(pair, _abstract_params(pair, dtype, quantize))
 
 
 def resized(model: AbstractPair, **fields: Any) -> AbstractPair:
@@ -233,9 +239,13 @@ def compile_placed(step: Any, params: Any, state: Any, *more: Any) -> CompiledSt
     )
 
 
-def _abstract_params(pair: Pair, dtype: torch.dtype) -> Shapes:
+def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Shapes:
     """Shapes by name; ``named_parameters`` gives a tied weight once, as the engine passes it."""
-    weights = {name: _shape(weight, dtype) for name, weight in pair.named_parameters()}
+    rules = LayoutRules.of(pair, pair.target.model.get_output_embeddings(), quantize=quantize)
+    weights = {
+        name: rules.shapes(name, tuple(weight.shape), dtype, ABSENT)
+        for name, weight in pair.named_parameters()
+    }
     return weights | {name: _shape(buffer) for name, buffer in pair.named_buffers()}
 
 

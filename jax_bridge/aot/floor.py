@@ -14,14 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 from torch import nn
 
+from jax_bridge.device_memory import bytes_of
 from jax_bridge.weights.layout import lookups_of
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 
-Shapes = dict[str, jax.ShapeDtypeStruct]
+Shapes = dict[str, Any]
+"""By name a `jax.ShapeDtypeStruct`, or a format of them."""
 
 
 class Chip(NamedTuple):
@@ -103,7 +105,7 @@ def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -
         draft=sum(drafter)
         + read
         + (cost.passes - 1) * (looped + read)
-        + plan.batch_size * params[head].dtype.itemsize * cost.cached // shares.drafter,
+        + plan.batch_size * jnp.dtype(params[head].dtype).itemsize * cost.cached // shares.drafter,
         verify_attention_flops=_attention_flops(plan, pair.target, context) // shares.target,
         draft_attention_flops=cost.flops // shares.drafter,
     )
@@ -131,7 +133,7 @@ def _own_head(pair: Pair) -> bool:
 
 
 def _sizes(params: Shapes) -> dict[str, int]:
-    return {name: shape.size * shape.dtype.itemsize for name, shape in params.items()}
+    return {name: bytes_of(shape) for name, shape in params.items()}
 
 
 def _names(pair: Pair) -> dict[int, str]:
@@ -146,7 +148,7 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: S
     for name, (count, chosen) in expert_weights(pair, weights).items():
         reads[name] = round(reads[name] * min(1.0, batch * rows * chosen / count))
     cached = cached_values(target, context, rows)
-    item = params[_names(pair)[id(target.model.get_input_embeddings().weight)]].dtype.itemsize
+    item = jnp.dtype(params[_names(pair)[id(target.model.get_input_embeddings().weight)]].dtype).itemsize
     states = sum(spec.state_bytes(item) for spec in target.specs)
     held = item * cached // shares.target + 2 * states // shares.states
     return sum(reads.values()) + batch * held

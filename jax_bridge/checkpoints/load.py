@@ -26,7 +26,8 @@ from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
 from jax_bridge.weights.formats import Weight
-from jax_bridge.weights.layout import LayoutRules, check_loaded, keep
+from jax_bridge.weights.layout import LayoutRules, check_arithmetic, check_loaded, keep
+from torch_dflash.checks import check_arithmetic as check_choice
 from torch_dflash.checks import check_mesh, check_types
 from torch_dflash.engine.hosts import read_compared
 from torch_dflash.guards.processes import check_process
@@ -47,14 +48,15 @@ class DeviceModel:
     """A target on the device, for `torch_dflash.compile` and `generate` with ``runtime="xla"``.
 
     ``model`` is the transformers model without weights (meta tensors; its buffers are real), ``arrays`` its
-    parameters and buffers by name (tied ones once), ``mesh`` their mesh, if any, and ``checkpoint`` a
-    checksum of what was read, where several processes compare it.
+    parameters and buffers by name (tied ones once), ``mesh`` their mesh, if any, ``checkpoint`` a
+    checksum of what was read, where several processes compare it, and ``quantize`` as `load` was told.
     """
 
     model: Any
     arrays: dict[str, Weight]
     mesh: Mesh | None = None
     checkpoint: str = ""
+    quantize: str | None = None
 
     @property
     def config(self) -> Any:
@@ -75,7 +77,7 @@ class DeviceModel:
                 f"runtime={runtime!r}: this target was loaded as JAX arrays; pass runtime='xla', or load it "
                 "with AutoModelForCausalLM.from_pretrained."
             )
-        check_loaded(compute, quantize)
+        check_loaded(compute, quantize, self.quantize)
         return self.arrays
 
     def mesh_for(self, requested: Any, replicas: int = 1) -> Any:
@@ -101,6 +103,7 @@ def load(
     mesh: Any = None,
     dtype: torch.dtype | None = None,
     *,
+    quantize: str | None = None,
     progress: bool | None = None,
     **hub: Any,
 ) -> DeviceModel:
@@ -118,6 +121,8 @@ def load(
         dtype: of the weights: float32, bfloat16 or float16; unset: the one in config.json, else as stored.
             Weights that the model class keeps in float32, and buffers such as rotary frequencies, keep
             theirs.
+        quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
+            `torch_dflash.compile`; on one device.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -134,7 +139,9 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
     check_mesh(mesh, "xla")
+    check_choice("auto", quantize, "xla")
     devices = devices_of(mesh)
+    check_arithmetic(default_device().platform, devices is not None, quantize=quantize)
     check_distinct(devices or [])
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
@@ -142,7 +149,7 @@ def load(
     hosts = spanning(mesh)  # from here on other processes are told of failures
 
     def read() -> DeviceModel:
-        return _load(path_or_id, devices, dtype, progress, hub, compared=hosts is not None)
+        return _load(path_or_id, devices, dtype, quantize, progress, hub, compared=hosts is not None)
 
     if hosts is None:
         return read()
@@ -157,6 +164,7 @@ def _load(
     path_or_id: str | os.PathLike[str],
     devices: list[Any] | None,
     dtype: torch.dtype | None,
+    quantize: str | None,
     progress: bool | None,
     hub: dict[str, Any],
     compared: bool,
@@ -177,8 +185,9 @@ def _load(
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
     partitions = None if mesh is None else partitions_of_target(model, mesh)
-    _check_memory(live, types, partitions)
-    keep_part = _on_device(model) if partitions is None else _on_mesh(partitions)
+    rules = LayoutRules.of(model, model.get_output_embeddings(), quantize=quantize)
+    _check_memory(live, types, partitions, rules)
+    keep_part = _on_device(rules) if partitions is None else _on_mesh(partitions)
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
@@ -191,24 +200,31 @@ def _load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
-    return DeviceModel(model, arrays, mesh, fingerprint_of(parts, types) if compared else "")
+    return DeviceModel(model, arrays, mesh, fingerprint_of(parts, types) if compared else "", quantize)
 
 
 def _check_memory(
-    live: dict[str, Any], types: dict[str, torch.dtype], partitions: dict[str, Partition] | None
+    live: dict[str, Any],
+    types: dict[str, torch.dtype],
+    partitions: dict[str, Partition] | None,
+    rules: LayoutRules,
 ) -> None:
     """Raise ``ValueError`` if a device has less memory than its part of all weights takes."""
-    shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
-    if partitions is not None:
+    if partitions is None:
+        device = default_device()
+        kept = {name: (tuple(tensor.shape), types.get(name, tensor.dtype)) for name, tensor in live.items()}
+        shapes: Any = {name: rules.shapes(name, *one, device) for name, one in kept.items()}
+    else:
+        shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
         shapes = {name: part_of(shape, partitions[name].place) for name, shape in shapes.items()}
     devices = [default_device()] if partitions is None else next(iter(partitions.values())).mesh.devices.flat
     more = "several devices" if partitions is None else "a larger mesh"
     check_memory({"weights": bytes_of(shapes)}, memory_of(devices), f"load the model on {more}, mesh=...")
 
 
-def _on_device(model: Any) -> Callable[[str, Source, torch.dtype], Weight]:
+def _on_device(rules: LayoutRules) -> Callable[[str, Source, torch.dtype], Weight]:
     """Copies a stored weight whole to JAX's default device."""
-    rules, device = LayoutRules.of(model, model.get_output_embeddings()), default_device()
+    device = default_device()
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         layout = rules.choose(name, part.shape, dtype, device)

@@ -18,13 +18,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from jax_bridge.arrays import own_copy, to_jax
+from jax_bridge.arrays import own_copy, shape_of, to_jax
 from jax_bridge.weights.autotune import is_slow, leads, lies_by_inputs
-from jax_bridge.weights.formats import Cast, Multiplier, Quantized, Readable, Transposed, Weight, name_of
+from jax_bridge.weights.formats import (
+    Cast,
+    Multiplier,
+    Quantized,
+    Readable,
+    Scaled,
+    Transposed,
+    Weight,
+    name_of,
+)
 
 HALVES = (torch.bfloat16, torch.float16)
 ARITHMETIC: dict[str, dict[str, type[Multiplier]]] = {
-    "cpu": {"float32": Cast, "bfloat16": Cast, "int8": Quantized}
+    "cpu": {"float32": Cast, "bfloat16": Cast, "int8": Quantized},
+    "tpu": {"int8": Scaled},
+    "gpu": {"int8": Scaled},
 }
 """The format of a linear weight by JAX's platform and the type of products; on a mesh there is none."""
 
@@ -47,12 +58,16 @@ def check_arithmetic(platform: str, mesh: bool, compute: str = "auto", quantize:
         )
 
 
-def check_loaded(compute: str, quantize: str | None) -> None:
-    """Raise ``ValueError`` unless weights that ``jb.load`` has read have such products."""
-    if (compute, quantize) != ("auto", None):
+def check_loaded(compute: str, quantize: str | None, loaded: str | None) -> None:
+    """Raise ``ValueError`` unless weights that ``jb.load(quantize=loaded)`` has read have such products."""
+    if compute != "auto":
         raise ValueError(
-            f"compute={compute!r}, quantize={quantize!r}: jb.load keeps weights as they are; load the model "
-            "with transformers for this."
+            f"compute={compute!r}: jb.load keeps the type of products; load the model with transformers for "
+            "this."
+        )
+    if quantize not in (None, loaded):
+        raise ValueError(
+            f"quantize={quantize!r}: the target was loaded without; pass jb.load(..., quantize={quantize!r})."
         )
 
 
@@ -112,6 +127,12 @@ class LayoutRules:
             return WeightLayout(Transposed)  # in bfloat16 a product of one row would be tens of times slower
         return WeightLayout(Readable) if cpu and read and dtype in HALVES else WeightLayout()
 
+    def shapes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Any:
+        """The shapes of the weight's arrays on ``device``; of a CPU's formats the plain weight's."""
+        if self.choose(name, shape, dtype, device).format is Scaled:
+            return Scaled.shapes(shape, dtype)
+        return shape_of(torch.empty(shape, dtype=dtype, device="meta"))
+
 
 def lookups_of(module: nn.Module) -> set[str]:
     """Names of the weights whose rows are read, besides embeddings: a selector's codebooks."""
@@ -133,8 +154,8 @@ def keep(
     kind = layout.format
     if kind is not None and issubclass(kind, Multiplier):
         tensor = tensor.to(dtype or tensor.dtype)
-        half = tensor.dtype in HALVES
-        table = keep(tensor, WeightLayout(Readable if half else None), place=place) if layout.read else None
+        half, apart = tensor.dtype in HALVES, layout.read and kind is not Scaled
+        table = keep(tensor, WeightLayout(Readable if half else None), place=place) if apart else None
         return kind.of(tensor, table, place, dtype=layout.dtype, leads=layout.leads)
     if kind is Transposed:
         return Transposed(own_copy(tensor.T, dtype, place))

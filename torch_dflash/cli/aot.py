@@ -35,6 +35,10 @@ def _check(arguments: SimpleNamespace) -> None:
         raise UserError(
             f"--rows {arguments.rows}: --kflat counts every number of rows; leave one of them out."
         )
+    if arguments.quantize and (arguments.mesh > 1 or arguments.kflat):
+        raise UserError(
+            f"--quantize {arguments.quantize}: is for one chip, compiled; leave --mesh and --kflat out."
+        )
     tpu.check_json(arguments)
 
 
@@ -48,6 +52,7 @@ def _check(arguments: SimpleNamespace) -> None:
         option("--passes", many=True, type=click.Choice(PASSES), default=PASSES, help="What is compiled."),
         *tpu.plan_options(),
         option("--rows", type=click.IntRange(2, 64), metavar="R", help=OF_TREE),
+        option("--quantize", type=click.Choice(("int8",)), help="Keep linear weights in 8 bits; one chip."),
         option("--dump-hlo", metavar="DIR", help="Write each scheduled program there, as text."),
         flag("--kflat", help="Compile nothing: bytes and FLOPs of 1 to 1,024 verified rows, from shapes."),
         option("--acceptance", many=True, type=click.FloatRange(0, 1), metavar="P",
@@ -77,7 +82,7 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
         if arguments.dump_hlo is not None:
             make_folder("dump-hlo", arguments.dump_hlo)
         widths = {"block_size": arguments.block, "verify_width": arguments.verify, "rows": arguments.rows}
-        sizes = {"capacity": arguments.context, "batch_size": arguments.batch}
+        sizes = {"capacity": arguments.context, "batch_size": arguments.batch, "quantize": arguments.quantize}
         model = abstract_pair(target, drafter, **sizes, **widths, **plan)
         figures = report(
             model,
@@ -90,6 +95,7 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
         )
     fixed = model.pair.plan
     found = _named(arguments, target, fixed) | {"verify": fixed.verify_width, "rows": arguments.rows}
+    found |= {"quantize": arguments.quantize} if arguments.quantize else {}
     return found | {"context": arguments.context, "batch": fixed.batch_size, "plan": plan} | figures
 
 
