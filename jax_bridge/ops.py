@@ -38,7 +38,8 @@ from jax_bridge.mesh.heads import (
 )
 from jax_bridge.mesh.mixers import absorb_on_slice, mixer_on_slice
 from jax_bridge.mesh.products import partitioned_linear, partitioned_stacked_linear, partitioned_stacked_sum
-from jax_bridge.weights.formats import Multiplier, Readable, Scaled, Transposed, name_of, stored_as
+from jax_bridge.weights.codes import Scaled
+from jax_bridge.weights.formats import Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import absorb
 from torch_dflash.ops.attention import (

@@ -32,6 +32,7 @@ from jax_bridge.devices.on_mesh import OnMesh, places_of
 from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_rounds, tracing
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
+from jax_bridge.weights.codes import Blocks
 from jax_bridge.weights.layout import LayoutRules
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, decode_round
@@ -48,6 +49,7 @@ from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
 
 ABSENT = SimpleNamespace(platform="tpu")
+FP8_BLOCK = (128, 128)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def abstract_pair(
         block_size: rows W of the draft pass; unset: the drafter's own.
         verify_width: rows M of the verify pass; the whole block by default.
         rows: of a tree of the drafter's block (`td.TreeProposer`), the anchor included; None: a chain.
-        quantize: as in `torch_dflash.compile`, on one chip.
+        quantize: "int8" as in `torch_dflash.compile`, or "fp8": the target's linear weights as FP8
+            checkpoints hold them, with a scale for each `FP8_BLOCK`; on one chip.
         dtype: of the weights, and so of every cache. Buffers such as rotary frequencies keep theirs.
         plan: further fields of `DecodePlan`.
 
@@ -241,11 +244,16 @@ def compile_placed(step: Any, params: Any, state: Any, *more: Any) -> CompiledSt
 
 def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Shapes:
     """Shapes by name; ``named_parameters`` gives a tied weight once, as the engine passes it."""
-    rules = LayoutRules.of(pair, pair.target.model.get_output_embeddings(), quantize=quantize)
-    weights = {
-        name: rules.shapes(name, tuple(weight.shape), dtype, ABSENT)
-        for name, weight in pair.named_parameters()
-    }
+    head = pair.target.model.get_output_embeddings()
+    rules = LayoutRules.of(pair, head, quantize=None if quantize == "fp8" else quantize)
+    coded = {name for name in rules.linear if quantize == "fp8" and name.startswith("target.")}
+
+    def shapes(name: str, shape: tuple[int, ...]) -> Any:
+        if name in coded and not shape[1] % FP8_BLOCK[1]:
+            return Blocks.shapes(shape, dtype, FP8_BLOCK)
+        return rules.shapes(name, shape, dtype, ABSENT)
+
+    weights = {name: shapes(name, tuple(weight.shape)) for name, weight in pair.named_parameters()}
     return weights | {name: _shape(buffer) for name, buffer in pair.named_buffers()}
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
@@ -17,7 +19,7 @@ from jax_bridge.arrays import default_device, shape_of, to_jax
 from jax_bridge.checkpoints.check_config import check_sizes
 from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, is_plain, match, renamed
 from jax_bridge.checkpoints.method import method_of
-from jax_bridge.checkpoints.quantised import dequantised
+from jax_bridge.checkpoints.quantised import Dequantised, dequantised
 from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.mesh.cut import Partition
@@ -25,10 +27,11 @@ from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
+from jax_bridge.weights.codes import of_codes
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, check_arithmetic, check_loaded, keep
 from torch_dflash.checks import check_arithmetic as check_choice
-from torch_dflash.checks import check_mesh, check_types
+from torch_dflash.checks import check_flag, check_mesh, check_types
 from torch_dflash.engine.hosts import read_compared
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
@@ -104,6 +107,7 @@ def load(
     dtype: torch.dtype | None = None,
     *,
     quantize: str | None = None,
+    keep_codes: bool = False,
     progress: bool | None = None,
     **hub: Any,
 ) -> DeviceModel:
@@ -123,6 +127,8 @@ def load(
             theirs.
         quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
             `torch_dflash.compile`; on one device.
+        keep_codes: keep linear weights that are stored in 8 bits as they are stored, codes and scales; on one
+            device. Unset, and for experts and MXFP4, they are dequantised to ``dtype``.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -141,7 +147,10 @@ def load(
     check_mesh(mesh, "xla")
     check_choice("auto", quantize, "xla")
     devices = devices_of(mesh)
+    check_flag(keep_codes=keep_codes)
     check_arithmetic(default_device().platform, devices is not None, quantize=quantize)
+    if keep_codes and devices is not None:
+        raise ValueError("keep_codes=True with a mesh: load on one device (leave mesh out), or leave it out.")
     check_distinct(devices or [])
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
@@ -149,7 +158,8 @@ def load(
     hosts = spanning(mesh)  # from here on other processes are told of failures
 
     def read() -> DeviceModel:
-        return _load(path_or_id, devices, dtype, quantize, progress, hub, compared=hosts is not None)
+        forms = quantize, keep_codes
+        return _load(path_or_id, devices, dtype, forms, progress, hub, compared=hosts is not None)
 
     if hosts is None:
         return read()
@@ -164,12 +174,13 @@ def _load(
     path_or_id: str | os.PathLike[str],
     devices: list[Any] | None,
     dtype: torch.dtype | None,
-    quantize: str | None,
+    forms: tuple[str | None, bool],
     progress: bool | None,
     hub: dict[str, Any],
     compared: bool,
 ) -> DeviceModel:
-    """`load`; ``compared``: other processes must have read the same."""
+    """`load`; ``forms``: quantize and keep_codes; ``compared``: other processes must have read the same."""
+    quantize, keep_codes = forms
     source = find_source(path_or_id)
     fields = _read_config(source, hub)
     stored = read_checkpoint(source, **hub)
@@ -186,8 +197,10 @@ def _load(
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
     partitions = None if mesh is None else partitions_of_target(model, mesh)
     rules = LayoutRules.of(model, model.get_output_embeddings(), quantize=quantize)
-    _check_memory(live, types, partitions, rules)
-    keep_part = _on_device(rules) if partitions is None else _on_mesh(partitions)
+    coded = {name for name in rules.linear if keep_codes and _has_codes(parts.get(name))}
+    stored_bytes = {name: parts[name][0].nbytes for name in coded}
+    _check_memory(live, types, partitions, rules, stored_bytes)
+    keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions)
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
@@ -208,12 +221,17 @@ def _check_memory(
     types: dict[str, torch.dtype],
     partitions: dict[str, Partition] | None,
     rules: LayoutRules,
+    stored: dict[str, int],
 ) -> None:
-    """Raise ``ValueError`` if a device has less memory than its part of all weights takes."""
+    """Raise ``ValueError`` if a device has less memory than its part of all weights takes.
+
+    ``stored``: bytes of weights that stay as they are stored, by name.
+    """
     if partitions is None:
         device = default_device()
         kept = {name: (tuple(tensor.shape), types.get(name, tensor.dtype)) for name, tensor in live.items()}
         shapes: Any = {name: rules.shapes(name, *one, device) for name, one in kept.items()}
+        shapes |= {name: jax.ShapeDtypeStruct((size,), jnp.uint8) for name, size in stored.items()}
     else:
         shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
         shapes = {name: part_of(shape, partitions[name].place) for name, shape in shapes.items()}
@@ -222,11 +240,19 @@ def _check_memory(
     check_memory({"weights": bytes_of(shapes)}, memory_of(devices), f"load the model on {more}, mesh=...")
 
 
-def _on_device(rules: LayoutRules) -> Callable[[str, Source, torch.dtype], Weight]:
-    """Copies a stored weight whole to JAX's default device."""
+def _has_codes(sources: list[Source] | None) -> bool:
+    return bool(sources) and isinstance(sources[0], Dequantised) and not sources[0].turned
+
+
+def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, torch.dtype], Weight]:
+    """Copies a stored weight whole to JAX's default device; ``coded``: those that stay codes."""
     device = default_device()
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
+        if name in coded and isinstance(part, Dequantised):
+            place = SingleDeviceSharding(device)
+            if (weight := of_codes(*part.read_codes(), part.block, dtype, place)) is not None:
+                return weight
         layout = rules.choose(name, part.shape, dtype, device)
         return keep(part.read(), layout, dtype, SingleDeviceSharding(device))
 

@@ -64,6 +64,10 @@ class Dequantised:
         """Bytes in the files."""
         return self.codes.nbytes + self.scales.nbytes
 
+    def read_codes(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales as stored."""
+        return self.codes.read(), self.scales.read()
+
     def read(self) -> Tensor:
         """The dequantised values."""
         return self._valued(self.codes.read(), self.scales.read())

@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count as count_from
 from typing import Any
@@ -25,6 +25,7 @@ import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch, environment, sharing
 from jax_bridge.arrays import to_numpy
 from jax_bridge.compilations import compilations, count
+from jax_bridge.weights.codes import reading_prompts
 from jax_bridge.weights.formats import bound
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.guards.processes import check_process
@@ -63,7 +64,7 @@ def lower_begin(pair: Pair) -> Callable:
 
 def lower_prefill(pair: Pair) -> Callable:
     """``(params, state, chunk) -> state``."""
-    return _lower_pass(partial(prefill, pair), pair)
+    return _lower_pass(partial(prefill, pair), pair, prompts=True)
 
 
 def lower_admit(pair: Pair) -> Callable:
@@ -73,7 +74,7 @@ def lower_admit(pair: Pair) -> Callable:
 
 def lower_feed(pair: Pair) -> Callable:
     """``(params, state, row, chunk) -> state``."""
-    return _lower_pass(partial(feed, pair), pair)
+    return _lower_pass(partial(feed, pair), pair, prompts=True)
 
 
 def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Callable:
@@ -99,11 +100,14 @@ def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Calla
     return rounds
 
 
-def _lower_pass(step: Callable, pair: Pair) -> Callable:
-    """`lower` of a models' pass that leaves no traced tensor in the models (`restoring_attributes`)."""
+def _lower_pass(step: Callable, pair: Pair, prompts: bool = False) -> Callable:
+    """`lower` of a models' pass that leaves no traced tensor in the models (`restoring_attributes`).
+
+    ``prompts``: the pass reads prompts.
+    """
 
     def whole(*args: Any) -> Any:
-        with Constants():
+        with Constants(), reading_prompts() if prompts else nullcontext():
             return step(*args)
 
     whole.__name__ = getattr(getattr(step, "func", step), "__name__", "step")

@@ -168,7 +168,7 @@ class Quantized(Multiplier):
     def of(
         cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False
     ) -> Quantized:
-        kept = to_jax(_by_rows(tensor), device=place)
+        kept = to_jax(by_rows(tensor), device=place)
         return cls(table=table, dtype=name_of(tensor.dtype), leads=leads, **kept)
 
     def entries(self) -> jax.Array:
@@ -185,51 +185,7 @@ class Quantized(Multiplier):
         return sums.astype(jnp.float32) * own * self.scale
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "table", "scale"], meta_fields=["dtype"])
-@dataclass(frozen=True, eq=False)
-class Scaled(Multiplier):
-    """``array`` has codes, integers of 8 bits; ``scale`` [out] multiplies the sums, rows stay as they are.
-
-    A scale that multiplied the weight would make XLA write the weight anew in the rows' type. Rows that are
-    looked up, as of a tied embedding, are codes and scales, too: there is no ``table``.
-    """
-
-    scale: Any
-
-    @classmethod
-    def of(
-        cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False
-    ) -> Scaled:
-        return cls(table=None, dtype=name_of(tensor.dtype), **to_jax(_by_rows(tensor), device=place))
-
-    @classmethod
-    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Scaled:
-        """The shapes of `of` for a weight [out, in] of ``dtype``."""
-        codes = jax.ShapeDtypeStruct(shape, jnp.int8)
-        return cls(codes, None, name_of(dtype), jax.ShapeDtypeStruct(shape[:1], jnp.float32))
-
-    def entries(self) -> jax.Array:
-        return self.array * self.scale[:, None]
-
-    def look_up(self, ids: jax.Array) -> jax.Array:
-        """Rows of the weight."""
-        rows = jnp.take(self.array, ids, axis=0) * jnp.take(self.scale, ids, axis=0)[..., None]
-        return rows.astype(self.dtype)
-
-    def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
-        """``rows @ weight.T`` in float32."""
-        codes = self.array.astype(rows.dtype)  # exact; XLA merges the cast with the product
-
-        def padded(rows: Array, codes: Array) -> Array:
-            return dot(rows, codes, jnp.float32, twice=True)
-
-        def as_it_is(rows: Array, codes: Array) -> Array:
-            return jnp.einsum("ra,oa->ro", rows, codes, preferred_element_type=jnp.float32)
-
-        return jax.lax.platform_dependent(rows, codes, cpu=padded, default=as_it_is) * self.scale
-
-
-def _by_rows(tensor: Tensor) -> dict[str, Tensor]:
+def by_rows(tensor: Tensor) -> dict[str, Tensor]:
     """A matrix as integers of 8 bits and a scale for each row, whose largest entry becomes 127."""
     wide = tensor.detach().float().cpu()
     top = wide.abs().amax(dim=1, keepdim=True)

@@ -20,12 +20,12 @@ from torch import nn
 
 from jax_bridge.arrays import own_copy, shape_of, to_jax
 from jax_bridge.weights.autotune import is_slow, leads, lies_by_inputs
+from jax_bridge.weights.codes import Scaled
 from jax_bridge.weights.formats import (
     Cast,
     Multiplier,
     Quantized,
     Readable,
-    Scaled,
     Transposed,
     Weight,
     name_of,

@@ -20,7 +20,8 @@ from torch import nn
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.weights import layout
-from jax_bridge.weights.formats import Scaled, bound, plain
+from jax_bridge.weights.codes import Scaled
+from jax_bridge.weights.formats import bound, plain
 from jax_bridge.weights.products import linear_jax
 
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
@@ -166,9 +167,3 @@ def test_a_loaded_checkpoint_is_quantised_as_it_is_read(tmp_path, family):
         td.compile(as_it_is, drafter, quantize="int8", **ROOM)
     with refuses(ValueError, "quantize='int4'"):
         jb.load(tmp_path, quantize="int4")
-
-
-def test_a_mesh_is_refused_before_a_weight_is_read(tmp_path):
-    make_target("llama", num_hidden_layers=2).save_pretrained(tmp_path)
-    with refuses(ValueError, "quantize='int8'", "with a mesh"):
-        jb.load(tmp_path, mesh=2, quantize="int8")

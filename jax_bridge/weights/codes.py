@@ -1,0 +1,158 @@
+"""Linear weights kept as codes and scales, off the CPU: rows stay as they are, and a scale multiplies sums.
+
+Multiplied into the weight a scale would make XLA write the weight anew in the rows' type, which moves more
+bytes than the codes save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jaxtyping import Array, Float
+from torch import Tensor
+
+from jax_bridge.arrays import to_jax
+from jax_bridge.weights.formats import Multiplier, by_rows, dot, name_of
+from jax_bridge.weights.products import stacked_sums
+
+FEW_ROWS = 64
+"""Most rows of a prompt's chunk whose sums are scaled block by block: they are float32 for each block of the
+input, so that more rows would move more bytes than the weight in the rows' type does."""
+_prompt: ContextVar[bool] = ContextVar("prompt", default=False)
+
+
+@contextmanager
+def reading_prompts() -> Iterator[None]:
+    """While open, what is traced reads prompts. A round never changes its form with its rows."""
+    token = _prompt.set(True)
+    try:
+        yield
+    finally:
+        _prompt.reset(token)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "table", "scale"], meta_fields=["dtype"])
+@dataclass(frozen=True, eq=False)
+class Scaled(Multiplier):
+    """``array`` has codes of 8 bits, integers or floats; ``scale`` [out] multiplies the sums.
+
+    Rows that are looked up, as of a tied embedding, are codes and scales, too: there is no ``table``.
+    """
+
+    scale: Any
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False
+    ) -> Scaled:
+        return cls(table=None, dtype=name_of(tensor.dtype), **to_jax(by_rows(tensor), device=place))
+
+    @classmethod
+    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Scaled:
+        """The shapes of `of` for a weight [out, in] of ``dtype``."""
+        codes = jax.ShapeDtypeStruct(shape, jnp.int8)
+        return cls(codes, None, name_of(dtype), jax.ShapeDtypeStruct(shape[:1], jnp.float32))
+
+    def entries(self) -> jax.Array:
+        return self.array.astype(jnp.float32) * self.scale[:, None]
+
+    def look_up(self, ids: jax.Array) -> jax.Array:
+        """Rows of the weight."""
+        codes = jnp.take(self.array, ids, axis=0).astype(jnp.float32)
+        rows = codes * jnp.take(self.scale, ids, axis=0)[..., None]
+        return rows.astype(self.dtype)
+
+    def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
+        """``rows @ weight.T`` in float32."""
+        codes = self.array.astype(rows.dtype)  # exact; XLA merges the cast with the product
+
+        def padded(rows: Array, codes: Array) -> Array:
+            return dot(rows, codes, jnp.float32, twice=True)
+
+        def as_it_is(rows: Array, codes: Array) -> Array:
+            return jnp.einsum("ra,oa->ro", rows, codes, preferred_element_type=jnp.float32)
+
+        return jax.lax.platform_dependent(rows, codes, cpu=padded, default=as_it_is) * self.scale
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "table", "scale"],
+    meta_fields=["dtype", "outputs"],
+)
+@dataclass(frozen=True, eq=False)
+class Blocks(Multiplier):
+    """``array`` [in / b, b, out] has codes of 8 bits, ``scale`` [in / b, out / outputs] one for each block.
+
+    The codes lie so because XLA lays [out, in] anew in every pass on some chips. The last block of outputs
+    may be short.
+    """
+
+    scale: Any
+    outputs: int
+
+    @classmethod
+    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int]) -> Blocks:
+        """The shapes of `of_codes` for FP8 codes [out, in] with a scale for each whole ``block``."""
+        (out, size), (rows, columns) = shape, block
+        codes = jax.ShapeDtypeStruct((size // columns, columns, out), jnp.float8_e4m3fn)
+        scale = jax.ShapeDtypeStruct((size // columns, -(-out // rows)), jnp.float32)
+        return cls(codes, None, name_of(dtype), scale, rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        blocks, size, out = self.array.shape
+        return out, blocks * size
+
+    def entries(self) -> jax.Array:
+        values = self.array.astype(jnp.float32) * self._by_outputs()[:, None]
+        return values.reshape(*self.shape[::-1]).T
+
+    def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
+        """``rows @ weight.T`` in float32."""
+        if _prompt.get() and rows.shape[0] > FEW_ROWS:
+            return dot(rows, self.entries().astype(rows.dtype), jnp.float32)
+        parts = rows.reshape(rows.shape[0], *self.array.shape[:2]).swapaxes(0, 1)
+        codes = self.array.astype(rows.dtype)  # exact; XLA merges the cast with the product
+
+        def as_it_is(rows: Array, codes: Array) -> Array:
+            axes = (((2,), (1,)), ((0,), (0,)))
+            return jax.lax.dot_general(rows, codes, axes, preferred_element_type=jnp.float32)
+
+        padded = partial(stacked_sums, transposed=True)
+        sums = jax.lax.platform_dependent(parts, codes, cpu=padded, default=as_it_is)
+        return (sums * self._by_outputs()[:, None]).sum(0)
+
+    def _by_outputs(self) -> Float[Array, "blocks out"]:
+        return jnp.repeat(self.scale, self.outputs, axis=1)[:, : self.array.shape[2]]
+
+
+def of_codes(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, place: Any) -> Any:
+    """A weight [out, in] that is stored as codes, with a scale for each block, in its form at ``place``.
+
+    Args:
+        scale: [out / rows, in / columns] of ``block``, or of one entry; uint8 is an exponent.
+        dtype: of the weight as the model sees it.
+
+    Returns:
+        None where the last block of inputs is short.
+    """
+    (out, size), (rows, columns), name = codes.shape, block, name_of(dtype)
+    wide = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+    if columns == size:
+        each = wide.reshape(-1).repeat_interleave(out if wide.numel() == 1 else rows)[:out]
+        kept = to_jax({"array": codes, "scale": each}, device=place)
+        return Scaled(table=None, dtype=name, **kept)
+    if size % columns:
+        return None
+    laid = codes.view(torch.uint8).T.reshape(size // columns, columns, out).contiguous().view(codes.dtype)
+    kept = to_jax({"array": laid, "scale": wide.T.contiguous()}, device=place)
+    return Blocks(table=None, dtype=name, outputs=rows, **kept)

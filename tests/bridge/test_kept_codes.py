@@ -1,0 +1,152 @@
+"""Linear weights that stay codes and scales as they are stored: values, products and texts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from support.quantised import publish, say
+from support.refusals import refuses
+from support.scripted import run
+
+import jax_bridge as jb
+import torch_dflash as td
+from jax_bridge.checkpoints import load as loading
+from jax_bridge.weights import codes as forms
+from jax_bridge.weights import layout
+from jax_bridge.weights.codes import FEW_ROWS, Blocks, Scaled, of_codes, reading_prompts
+from jax_bridge.weights.formats import plain
+from jax_bridge.weights.products import linear_jax
+
+PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
+ROOM = {"max_length": 96, "batch_size": 3, "filters": False}
+
+
+def stored(out, size, block, kind=torch.float8_e4m3fn):
+    """Codes [out, size], scales of their blocks, and the values in float64."""
+    torch.manual_seed(1)
+    rows, columns = -(-out // block[0]), -(-size // block[1])
+    wide = torch.randn(out, size) * 60
+    codes, scale = (
+        wide.round().to(torch.int8) if kind == torch.int8 else wide.to(kind),
+        torch.rand(rows, columns) + 0.1,
+    )
+    spread = scale.repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :size]
+    return codes, scale, codes.double() * spread.double()
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("block", [(8, 16), (1, 48), (24, 48), (24, 16), (10, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_values(kind, block, dtype):
+    codes, scale, values = stored(24, 48, block, kind)
+    kept = of_codes(codes, scale, block, dtype, None)
+    assert type(kept) is (Scaled if block[1] == 48 else Blocks) and kept.shape == (24, 48)
+    assert kept.array.dtype.itemsize == 1
+    got = jb.to_torch(plain(kept))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), values, rtol=1e-6 if dtype == torch.float32 else 4e-3, atol=0)
+    rows = torch.randn(5, 48).to(dtype)
+    wanted, most = rows.double() @ values.T, 2e-6 if dtype == torch.float32 else 5e-3
+    product = jb.to_torch(jax.jit(linear_jax)(jb.to_jax(rows), kept))
+    assert product.dtype == dtype
+    assert (product.double() - wanted).abs().max() < most * wanted.abs().max()
+
+
+def test_codes_are_those_of_the_file():
+    codes, scale, _ = stored(24, 48, (8, 16))
+    kept = of_codes(codes, scale, (8, 16), torch.bfloat16, None)
+    back = jb.to_torch(kept.array.view(jnp.uint8)).permute(2, 0, 1).reshape(24, 48)
+    assert torch.equal(back, codes.view(torch.uint8))
+    assert torch.equal(jb.to_torch(kept.scale).T, scale)
+
+
+WRONG = {
+    "turned": lambda scale: scale[::-1],
+    "an exponent off by one": lambda scale: scale * 2,
+    "one scale for two groups": lambda scale: jnp.repeat(scale[::2], 2, axis=0)[: len(scale)],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_scale_would_be_seen(wrong):
+    codes, scale, values = stored(24, 48, (8, 16))
+    kept = of_codes(codes, scale, (8, 16), torch.float32, None)
+    broken = replace(kept, scale=WRONG[wrong](kept.scale))
+    assert not np.allclose(plain(broken), values.numpy(), rtol=0.05)
+
+
+def test_an_exponent_is_one():
+    codes, _, _ = stored(24, 48, (8, 16))
+    bits = torch.randint(120, 134, (3, 3), dtype=torch.uint8)
+    kept = of_codes(codes, bits, (8, 16), torch.float32, None)
+    assert torch.equal(jb.to_torch(kept.scale).T, 2.0 ** (bits.float() - 127))
+
+
+def test_a_short_block_of_inputs_is_dequantised():
+    codes, scale, _ = stored(24, 40, (8, 16))
+    assert of_codes(codes, scale, (8, 16), torch.float32, None) is None
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    kept, multiply = (
+        of_codes(*stored(24, 48, (8, 16))[:2], (8, 16), torch.bfloat16, None),
+        jax.jit(linear_jax),
+    )
+    many = jb.to_jax(torch.randn(FEW_ROWS + 6, 48).bfloat16())
+    whole = multiply(many, kept)
+    for count in (1, 2, 3, 16):
+        np.testing.assert_array_equal(multiply(many[:count], kept), whole[:count])
+
+
+def test_only_prompts_change_their_form_with_their_rows(monkeypatch):
+    kept = of_codes(*stored(24, 48, (8, 16))[:2], (8, 16), torch.float32, None)
+    seen = []
+    monkeypatch.setattr(Blocks, "entries", lambda self: seen.append(1) or jnp.zeros(self.shape))
+    rows = {count: jnp.ones((count, 48)) for count in (FEW_ROWS, FEW_ROWS + 1)}
+    for count in rows:
+        linear_jax(rows[count], kept)
+    with reading_prompts():
+        linear_jax(rows[FEW_ROWS], kept)
+        assert not seen
+        linear_jax(rows[FEW_ROWS + 1], kept)
+    assert seen
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
+def test_a_published_checkpoint_decodes_as_its_values_do(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(forms, "FEW_ROWS", 8)  # a prompt's chunk is dequantised
+    publish(name, tmp_path)
+    loaded, wide = (jb.load(tmp_path, dtype=torch.float32, keep_codes=keep) for keep in (True, False))
+    kinds = {type(weight) for weight in loaded.arrays.values()}
+    assert (Blocks if name == "fp8" else Scaled) in kinds
+    for path, weight in loaded.arrays.items():
+        np.testing.assert_allclose(plain(weight), plain(wide.arrays[path]), rtol=1e-6, err_msg=path)
+    drafting = td.compile(loaded, td.NGramProposer(), **ROOM)
+    texts = run(drafting, PROMPTS, max_new_tokens=30)[0]
+    assert texts == run(td.compile(loaded, None, **ROOM), PROMPTS, max_new_tokens=30)[0]
+    assert texts == run(td.compile(wide, None, **ROOM), PROMPTS, max_new_tokens=30)[0]
+
+
+def test_both_options_go_together_and_others_are_refused(tmp_path, monkeypatch):
+    publish("fp8", tmp_path)
+    monkeypatch.setitem(layout.ARITHMETIC, "cpu", layout.ARITHMETIC["tpu"])
+    loaded = jb.load(tmp_path, keep_codes=True, quantize="int8")
+    codes = {weight.array.dtype.name for weight in loaded.arrays.values() if hasattr(weight, "scale")}
+    assert codes == {"float8_e4m3fn", "int8"}  # the file's, and the head's
+    with refuses(ValueError, "keep_codes='yes'", "True or False"):
+        jb.load(tmp_path, keep_codes="yes")
+    monkeypatch.setattr(loading, "devices_of", lambda mesh: jax.devices() * 2)
+    monkeypatch.setattr(loading, "check_distinct", lambda devices: None)
+    for options, words in (
+        ({"keep_codes": True}, "keep_codes=True"),
+        ({"quantize": "int8"}, "quantize='int8'"),
+    ):
+        with refuses(ValueError, words, "with a mesh"):
+            jb.load(tmp_path, mesh=2, **options)
+    monkeypatch.undo()
+    say(tmp_path, quantization_config={"quant_method": "gptq"})
+    with refuses(ValueError, "gptq"):
+        jb.load(tmp_path, keep_codes=True)
