@@ -74,8 +74,8 @@ class XlaRuntime:
     """Steps of one pair on JAX's default device, or on a mesh (`torch_dflash.runtime.Runtime`).
 
     Args:
-        compute, quantize, mesh, replicas: as in `torch_dflash.compile`. This runtime takes the first
-            replica's part of the mesh; `replicas` makes the others.
+        compute, quantize, drafter_quantize, mesh, replicas: as in `torch_dflash.compile`. This runtime takes
+            the first replica's part of the mesh; `replicas` makes the others.
         widths: of the rounds; unset: the plan's.
         fewest_rows: of a verify pass. XLA's CPU compiler fuses sums of products differently for arrays of one
             row: where products are in another type than the operations around them, that decides roundings.
@@ -87,12 +87,21 @@ class XlaRuntime:
         plan: DecodePlan,
         compute: str = "auto",
         quantize: str | None = None,
+        drafter_quantize: str | None = None,
         widths: tuple[int, ...] = (),
         fewest_rows: int = 1,
         mesh: Any = None,
         replicas: int = 1,
     ):
-        here, *self._elsewhere = places_of(pair, plan, mesh, replicas, compute=compute, quantize=quantize)
+        here, *self._elsewhere = places_of(
+            pair,
+            plan,
+            mesh,
+            replicas,
+            compute=compute,
+            quantize=quantize,
+            drafter_quantize=drafter_quantize,
+        )
         register_states()
         keep_programs()
         self.plan, self.fewest_rows = plan, fewest_rows

@@ -95,9 +95,10 @@ def check_precision(matmul_precision: Any) -> None:
     _check_choice("matmul_precision", matmul_precision, PRECISIONS)
 
 
-def check_arithmetic(compute: Any, quantize: Any, runtime: str) -> None:
+def check_arithmetic(compute: Any, quantize: Any, runtime: str, drafter_quantize: Any = None) -> None:
     """Raise ``ValueError`` unless ``runtime`` has products of these types."""
-    for name, value, known in (("compute", compute, COMPUTE), ("quantize", quantize, QUANTIZE)):
+    of_drafter = "drafter_quantize", drafter_quantize, QUANTIZE
+    for name, value, known in (("compute", compute, COMPUTE), ("quantize", quantize, QUANTIZE), of_drafter):
         _check_choice(name, value, known)
         if value != known[0] and not RUNTIMES[runtime].needs_jax:
             raise ValueError(

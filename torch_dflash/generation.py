@@ -46,6 +46,7 @@ def compile(
     matmul_precision: str = "highest",
     compute: str = "auto",
     quantize: str | None = None,
+    drafter_quantize: str | None = None,
     mesh: Any = None,
     replicas: int = 1,
     cache: str = "static",
@@ -79,6 +80,8 @@ def compile(
             (sums in float32); norms, softmax and positions stay as they are.
         quantize: "int8" keeps linear weights in 8 bits, a scale for each output row; a CPU quantises rows as
             they come, too. The text is that of the quantised model: of plain decoding with the same option.
+        drafter_quantize: "int8" keeps the drafter's linear weights so, and the target's as they are: no text
+            changes. A head that it shares with the target stays as it is. Unset: as ``quantize``.
         mesh: the chips that share each weight (docs/slices.md): how many of JAX's devices, "auto" for all of
             them, or a `jax.sharding.Mesh` with the one axis "model"; of this process or of all
             (docs/hosts.md); unset: where `jax_bridge.load` put the target, else JAX's default device.
@@ -185,9 +188,9 @@ def generate(
             ``output_logits``, ``output_logprobs`` or ``top_logprobs=K`` what `GenerateOutput` says of them.
         runtime: as in `compile`.
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
-            ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize``, ``mesh``, ``replicas``
-            and ``verify`` as in `compile`; ``grammar``, a `Grammar` that the new tokens keep to, or a list of
-            one or None a row; ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
+            ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize``, ``drafter_quantize``,
+            ``mesh``, ``replicas`` and ``verify`` as in `compile`; ``grammar``, a `Grammar` that the new
+            tokens keep to, or a list of one or None a row; ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
             ``generation_config`` or any field of one. Other arguments of transformers' are
             taken where they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 

@@ -24,10 +24,10 @@ class OneDevice:
         platform: its JAX platform.
     """
 
-    def __init__(self, pair: Pair, device: Any, compute: str, quantize: str | None):
+    def __init__(self, pair: Pair, device: Any, **arithmetic: Any):
         self.devices, self._device, self.platform = {device}, device, device.platform
         head = pair.target.model.get_output_embeddings()
-        self._rules = LayoutRules.of(pair, head, compute=compute, quantize=quantize)
+        self._rules = LayoutRules.of(pair, head, **arithmetic)
 
     def weights(self) -> Weights:
         """The live weights on this device."""

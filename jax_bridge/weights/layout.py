@@ -40,14 +40,23 @@ ARITHMETIC: dict[str, dict[str, type[Multiplier]]] = {
 """The format of a linear weight by JAX's platform and the type of products; on a mesh there is none."""
 
 
-def check_arithmetic(platform: str, mesh: bool, compute: str = "auto", quantize: str | None = None) -> None:
+def check_arithmetic(
+    platform: str,
+    mesh: bool,
+    compute: str = "auto",
+    quantize: str | None = None,
+    drafter_quantize: str | None = None,
+) -> None:
     """Raise ``ValueError`` unless weights on a ``platform``, or cut over a ``mesh``, have such products.
 
-    ``compute`` and ``quantize`` are those of `torch_dflash.compile`.
+    ``compute``, ``quantize`` and ``drafter_quantize`` are those of `torch_dflash.compile`.
     """
-    if (compute, quantize) == ("auto", None):
+    if drafter_quantize is not None and quantize is None:
+        shown, chosen = f"drafter_quantize={drafter_quantize!r}", drafter_quantize
+    elif (compute, quantize) == ("auto", None):
         return
-    shown, chosen = f"compute={compute!r}, quantize={quantize!r}", quantize or compute
+    else:
+        shown, chosen = f"compute={compute!r}, quantize={quantize!r}", quantize or compute
     if mesh:
         raise ValueError(f"{shown} with a mesh: decode on one device (leave mesh out), or leave them out.")
     if chosen not in ARITHMETIC.get(platform, {}):
@@ -91,7 +100,7 @@ class LayoutRules:
         linear: weights of linear layers, the output head's apart: a prompt's last chunk and plain decoding
             multiply it with one row, where [out, in] is as fast, and where it is tied rows of it are read.
         heads: the output head's. read: the embeddings', whose rows are read.
-        compute, quantize: as in `torch_dflash.compile`.
+        compute, quantize, drafter_quantize: as in `torch_dflash.compile`.
     """
 
     linear: frozenset[str] = frozenset()
@@ -99,6 +108,7 @@ class LayoutRules:
     read: frozenset[str] = frozenset()
     compute: str = "auto"
     quantize: str | None = None
+    drafter_quantize: str | None = None
 
     @classmethod
     def of(cls, module: nn.Module, head: nn.Module | None, **arithmetic: Any) -> LayoutRules:
@@ -116,12 +126,13 @@ class LayoutRules:
             return WeightLayout()
         cpu, read, own = device.platform == "cpu", name in self.read, name_of(dtype)
         if name in self.linear | self.heads:
-            wanted = self.quantize or (own if self.compute == "auto" else self.compute)
+            quantize = (self.drafter_quantize if name.startswith("proposer.") else None) or self.quantize
+            wanted = quantize or (own if self.compute == "auto" else self.compute)
             if cpu and wanted == own and dtype in HALVES and is_slow(own, shape):
                 wanted = "float32"
             if wanted != own:
                 kind = ARITHMETIC[device.platform][wanted]
-                products = dtype if self.quantize else getattr(torch, wanted)
+                products = dtype if quantize else getattr(torch, wanted)
                 return WeightLayout(kind, products, read, kind is Quantized and leads(shape))
         if cpu and name in self.linear and dtype == torch.float32 and lies_by_inputs(shape):
             return WeightLayout(Transposed)  # in bfloat16 a product of one row would be tens of times slower

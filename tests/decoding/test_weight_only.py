@@ -167,3 +167,18 @@ def test_a_loaded_checkpoint_is_quantised_as_it_is_read(tmp_path, family):
         td.compile(as_it_is, drafter, quantize="int8", **ROOM)
     with refuses(ValueError, "quantize='int4'"):
         jb.load(tmp_path, quantize="int4")
+
+
+def test_a_drafter_alone_in_8_bits_changes_no_text():
+    target, drafter = small_pair("llama", agree=6.0)
+    engine = td.compile(target, drafter, drafter_quantize="int8", **ROOM)
+    params = engine.runtime.refresh(engine.tensors())
+    kept = {name for name, leaf in params.items() if isinstance(leaf, Scaled)}
+    assert kept and all(name.startswith("proposer.") for name in kept)
+    texts, stats = run(engine, PROMPTS, max_new_tokens=40)
+    assert texts == [own_text(target, prompt, 40) for prompt in PROMPTS]
+    assert stats.mean_acceptance_length > 1.2
+    with refuses(ValueError, "drafter_quantize='int8'", "runtime='eager'"):
+        td.compile(target, drafter, drafter_quantize="int8", runtime="eager", max_length=96)
+    with refuses(ValueError, "drafter_quantize='int4'"):
+        td.compile(target, drafter, drafter_quantize="int4", max_length=96)

@@ -115,7 +115,7 @@ def make_xla(
     plan = pair.plan
     as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
     fewest = 1 if as_it_is else 2
-    arithmetic = options.compute, options.quantize
+    arithmetic = options.compute, options.quantize, options.drafter_quantize
     first = XlaRuntime(pair, plan, *arithmetic, widths.widths, fewest, mesh, options.replicas)
     for runtime in (runtimes := first.replicas()):
         runtime.check_memory(tensors)

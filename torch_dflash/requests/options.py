@@ -59,6 +59,7 @@ class EngineOptions:
     matmul_precision: str = _of_a_call("highest")
     compute: str = _of_a_call("auto")
     quantize: str | None = _of_a_call(None)
+    drafter_quantize: str | None = _of_a_call(None)
     mesh: Any = _of_a_call(None)
     replicas: int = _of_a_call(1)
     cache: str = _of_a_call("static")
@@ -81,7 +82,7 @@ class EngineOptions:
         check_processors(self.processors)
         check_outputs(self.outputs, self.top_logprobs)
         self._check_host()
-        check_arithmetic(self.compute, self.quantize, self.runtime)
+        check_arithmetic(self.compute, self.quantize, self.runtime, self.drafter_quantize)
         check_mesh(self.mesh, self.runtime, self.replicas)
         if self.prefill_chunk_size != bucket(self.prefill_chunk_size):
             raise ValueError(
@@ -168,6 +169,7 @@ class GenerateOptions(TypedDict, total=False):
     matmul_precision: str
     compute: str
     quantize: str | None
+    drafter_quantize: str | None
     mesh: Any
     replicas: int
     cache: Any
