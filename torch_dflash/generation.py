@@ -190,8 +190,8 @@ def generate(
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
             ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize``, ``drafter_quantize``,
             ``mesh``, ``replicas`` and ``verify`` as in `compile`; ``grammar``, a `Grammar` that the new
-            tokens keep to, or a list of one or None a row; ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
-            ``generation_config`` or any field of one. Other arguments of transformers' are
+            tokens keep to, or a list of one or None a row; ``response_format``, as OpenAI's API has it, with
+            the ``tokenizer``; ``generation_config`` or any field of one. Other arguments of transformers' are
             taken where they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 
     Returns:
