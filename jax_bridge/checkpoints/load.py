@@ -35,6 +35,7 @@ from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS, read_checkpoint
 from torch_dflash.targets.auto import auto_class
+from torch_dflash.targets.latents import find_latents, weights_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Errors that model classes raise for fields of senseless values.
@@ -208,7 +209,8 @@ def _check_memory(
 
 def _on_device(model: Any) -> Callable[[str, Source, torch.dtype], Weight]:
     """Copies a stored weight whole to JAX's default device."""
-    rules, device = LayoutRules.of(model, model.get_output_embeddings()), default_device()
+    latents, device = weights_of(find_latents(model)), default_device()
+    rules = LayoutRules.of(model, model.get_output_embeddings(), latents)
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         layout = rules.choose(name, part.shape, dtype, device)
