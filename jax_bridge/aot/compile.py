@@ -268,9 +268,14 @@ def _arguments(model: AbstractPair, step: str, prompt_rows: int | None = None) -
                 f"{MIN_BUCKET} and here at most {plan.slots}; pass one, such as 256."
             )
         more = (jax.tree.map(_shape, idle_chunk(plan, prompt_rows)),)
+    return kept_params(model), model.state, *more
+
+
+def kept_params(model: AbstractPair) -> Shapes:
+    """Shapes of the parameters as a device keeps them: weights of latents are two arrays."""
     latents = weights_of(model.pair.target.latents, "target.model.")
     kept = {name: halved_shape(model.params[name], widths) for name, widths in latents.items()}
-    return model.params | kept, model.state, *more
+    return model.params | kept
 
 
 def _paths(tree: Any) -> list[str]:

@@ -73,7 +73,7 @@ def _padded(key: Array, value: Array, pages: Any) -> tuple[Array, Array]:
 def jnp_tree_attention(
     query: Float[Array, "B G heads M D"], inputs: Any, pages: Any
 ) -> Float[Array, "B G heads M Dv"]:
-    """Attention of a tree's rows to pages without them, and to their own paths; ``inputs`` have whole keys."""
+    """Attention of a tree's rows, with whole keys, to pages without them, and to their own paths."""
     (pool, table), start, window, tree = pages, inputs.start, inputs.window, inputs.tree
     k_dim, v_dim, page, rows = inputs.key.shape[3], inputs.value.shape[3], pool.shape[2], query.shape[3]
     lane = 0 if inputs.shared else k_dim

@@ -101,7 +101,7 @@ class Readable(OfOneArray):
 @partial(jax.tree_util.register_dataclass, data_fields=["up", "down"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Halved:
-    """A weight [heads * (nope + v), R] of latent attention, kept as W_k [heads, nope, R] and W_v [heads, v, R]."""
+    """A weight [heads * (nope + v), R] of latents, kept as W_k [heads, nope, R] and W_v [heads, v, R]."""
 
     up: Any
     down: Any

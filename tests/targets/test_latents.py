@@ -1,4 +1,4 @@
-"""Latent attention with W_k moved to the queries: its logits are an uncached forward's, and each fault is seen.
+"""Latent attention with W_k moved to the queries: logits are an uncached forward's, and each fault is seen.
 
 What is not one plain product keeps expanding what it caches, and has no pages.
 """
