@@ -5,8 +5,8 @@ No TPU, no weights; libtpu compiles for one chip::
     PYTHONPATH=.venv/libtpu python benchmarks/latents_aot.py --json docs/results/latents_aot.json
 
 What is compiled is what a verify pass of 16 rows runs between a layer's projections: W_k on the queries, the
-paged kernel, W_v on its sums. The floor is the latents of the context once, 576 numbers a position (pages keep
-640), and W_k and W_v once.
+paged kernel, W_v on its sums. The floor is the latents of the context once, 576 numbers a position (a page
+keeps 640), and W_k and W_v once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Latent attention in transformers' modules: W_k moves from cached keys to the queries, W_v to the result.
 
 transformers caches latents c and rotated keys k_rot, and computes every head's keys and values from all of
-them in each pass (``expand_kv``). A key is ``[W_k c | k_rot]`` and a value ``W_v c``. So q (W_k c) = (q W_k) c,
-and a sum of values is W_v times a sum of latents: attention of one head with the keys ``[c | k_rot]`` and the
-values c.
+them in each pass (``expand_kv``). A key is ``[W_k c | k_rot]`` and a value ``W_v c``. So q (W_k c) is
+(q W_k) c, and a sum of values is W_v times a sum of latents: attention of one head with the keys
+``[c | k_rot]`` and the values c.
 """
 
 from __future__ import annotations
