@@ -100,7 +100,11 @@ class LayoutRules:
 
     @classmethod
     def of(
-        cls, module: nn.Module, head: nn.Module | None, latents: dict[str, Widths], **arithmetic: Any
+        cls,
+        module: nn.Module,
+        head: nn.Module | None,
+        latents: dict[str, Widths] | None = None,
+        **arithmetic: Any,
     ) -> LayoutRules:
         """The rules for all weights of ``module``; ``head`` is its output head, ``latents`` as above."""
         tied = None if head is None else head.weight
@@ -108,7 +112,7 @@ class LayoutRules:
         linear = {name for name, part in parts if isinstance(part, nn.Linear) and part.weight is not tied}
         read = {name for name, part in parts if isinstance(part, nn.Embedding)} | lookups_of(module)
         heads = {name for name, part in parts if tied is not None and getattr(part, "weight", None) is tied}
-        return cls(frozenset(linear), frozenset(heads), frozenset(read), latents, **arithmetic)
+        return cls(frozenset(linear), frozenset(heads), frozenset(read), latents or {}, **arithmetic)
 
     def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> WeightLayout:
         """The layout of the weight ``name`` on ``device``."""
