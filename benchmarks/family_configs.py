@@ -131,6 +131,14 @@ FAMILY: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "deepseek_v3"},
         "vision_config": {"hidden_size": 32, "pos_emb_height": 4, "pos_emb_width": 4},
     },
+    "muse_spark": {
+        "vision_config": {"hidden_size": 32, "pos_emb_height": 4, "pos_emb_width": 4},
+        "audio_config": {"hidden_sizes": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "out_hidden_size": 32},
+        "out_hidden_size": 32,
+        "projector_hidden_size": 32,
+    },
+    "muse_spark_text": {"moe_hidden_size": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"layer_rope_theta": [10000.0, 0] * 2, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},
     "mvp": {"prompt_length": 4, "prompt_mid_dim": 16},
@@ -217,7 +225,7 @@ OWN_CLASS = ("musicgen", "musicgen_melody")
 MULTIMODAL = (
     *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "idefics3", "internvl", "janus"),
     *("kimi_k25", "lfm2_vl", "lfm3_vl", "llava", "llava_next", "llava_onevision", "minimax_m3_vl"),
-    *("mistral3", "mistral3:mistral4", "mistral4", "muse_glimmer", "ovis2", "paligemma"),
+    *("mistral3", "mistral3:mistral4", "mistral4", "muse_glimmer", "muse_spark", "ovis2", "paligemma"),
     *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5:images", "qwen3_5_moe:images", "qwen3_vl"),
     *("qwen3_vl_moe", "smolvlm", "voxtral"),
 )

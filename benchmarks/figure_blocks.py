@@ -239,6 +239,17 @@ def aot_trees() -> str:
     )
 
 
+def latents_aot() -> str:
+    """Bytes of latent attention over their floor, by model, context and chip."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for one in result("latents_aot")["attention"]:
+        chip = one["topology"].partition(":")[0]
+        found.setdefault((one["model"], one["context"]), {})[chip] = f"{one['of_floor']:.2f}"
+    chips = sorted({chip for one in found.values() for chip in one}, reverse=True)
+    rows = [[name, f"{at:,}", *(one.get(chip, "") for chip in chips)] for (name, at), one in found.items()]
+    return table(["one layer, 16 rows", "context", *chips], *rows)
+
+
 def aot_experts() -> str:
     """Bytes of experts, by implementation."""
     found = result("experts_aot")
@@ -341,6 +352,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cached-forwards": cached_forwards,
     "aot": aot,
     "aot-rounds": aot_rounds,
+    "latents-aot": latents_aot,
     "aot-notes": lambda: "\n".join(
         [aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts(), aot_trees()]
     ),

@@ -39,7 +39,7 @@ from jax_bridge.mesh.heads import (
 from jax_bridge.mesh.mixers import absorb_on_slice, mixer_on_slice
 from jax_bridge.mesh.products import partitioned_linear, partitioned_stacked_linear, partitioned_stacked_sum
 from jax_bridge.weights.codes import Scaled
-from jax_bridge.weights.formats import Multiplier, Readable, Transposed, name_of, stored_as
+from jax_bridge.weights.formats import Halved, Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import absorb
 from torch_dflash.ops.attention import (
@@ -51,6 +51,7 @@ from torch_dflash.ops.attention import (
 )
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked, on_host, repeat
+from torch_dflash.ops.latents import halves
 from torch_dflash.ops.paged_attention import append_pages, paged_attention
 from torch_dflash.ops.spread import likeliest, spread, stacked_linear, stacked_sum
 from torch_dflash.ops.windows import put_slot, take_slot, write_rows
@@ -174,6 +175,14 @@ def _stacked_linear(rows, stack, transposed):
         return once(stacked_linear_jax, rows, stack, transposed=transposed)
 
     return call_jax(multiply, rows, stack)
+
+
+def _halves(weight, widths):
+    def part(weight):
+        kept = stored_as(weight)
+        return (kept.up, kept.down) if isinstance(kept, Halved) else call_torch(halves.plain, weight, widths)
+
+    return call_jax(part, weight)
 
 
 def _stacked_sum(stack, dtype):
@@ -345,6 +354,7 @@ LOWERED = {
     on_host: _on_host,
     stacked_linear: _stacked_linear,
     stacked_sum: _stacked_sum,
+    halves: _halves,
     branch: _branch,
     repeat: _repeat,
     chunked: _chunked,

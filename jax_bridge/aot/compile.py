@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.hlo import Program, read_aliases
-from jax_bridge.aot.shapes import find_topology, on_slice, shape_at, slice_devices
+from jax_bridge.aot.shapes import find_topology, halved_shape, on_slice, shape_at, slice_devices
 from jax_bridge.aot.traffic import hbm_traffic
 from jax_bridge.arrays import shape_of
 from jax_bridge.devices.on_mesh import OnMesh, places_of
@@ -47,6 +47,7 @@ from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState, Draft
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
+from torch_dflash.targets.latents import weights_of
 
 ABSENT = SimpleNamespace(platform="tpu")
 FP8_BLOCK = (128, 128)
@@ -245,8 +246,10 @@ def compile_placed(step: Any, params: Any, state: Any, *more: Any) -> CompiledSt
 def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Shapes:
     """Shapes by name; ``named_parameters`` gives a tied weight once, as the engine passes it."""
     head = pair.target.model.get_output_embeddings()
-    rules = LayoutRules.of(pair, head, quantize=None if quantize == "fp8" else quantize)
-    coded = {name for name in rules.linear if quantize == "fp8" and name.startswith("target.")}
+    latents = weights_of(pair.target.latents, "target.model.")
+    rules = LayoutRules.of(pair, head, latents, quantize=None if quantize == "fp8" else quantize)
+    fp8 = rules.linear - latents.keys() if quantize == "fp8" else ()
+    coded = {name for name in fp8 if name.startswith("target.")}
 
     def shapes(name: str, shape: tuple[int, ...]) -> Any:
         if name in coded and not shape[1] % FP8_BLOCK[1]:
@@ -285,7 +288,14 @@ def _arguments(model: AbstractPair, step: str, prompt_rows: int | None = None) -
                 f"{MIN_BUCKET} and here at most {plan.slots}; pass one, such as 256."
             )
         more = (jax.tree.map(_shape, idle_chunk(plan, prompt_rows)),)
-    return model.params, model.state, *more
+    return kept_params(model), model.state, *more
+
+
+def kept_params(model: AbstractPair) -> Shapes:
+    """Shapes of the parameters as a device keeps them: weights of latents are two arrays."""
+    latents = weights_of(model.pair.target.latents, "target.model.")
+    kept = {name: halved_shape(model.params[name], widths) for name, widths in latents.items()}
+    return model.params | kept
 
 
 def _paths(tree: Any) -> list[str]:

@@ -181,9 +181,7 @@ def expert_weights(pair: Pair, weights: Shapes) -> dict[str, tuple[int, int]]:
 
 def cached_values(target: Any, context: int, rows: int) -> int:
     """Values of K and V that ``rows`` queries of one sequence read, in all layers."""
-    return sum(
-        (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, rows) for spec in target.specs
-    )
+    return sum(spec.width * _seen(context, spec.window, rows) for spec in target.specs)
 
 
 def _seen(context: int, window: int | None, rows: int) -> int:

@@ -78,7 +78,7 @@ def work_of(pair: Pair, weights: WeightCounts, context: int, batch: int, rows: i
     share = weights.chosen / max(weights.count, 1)
     few = every * weights.chosen <= min(FEW, weights.count - 1)
     read = weights.experts * (every * share if few else 1)
-    cached = sum((spec.k_dim + spec.v_dim) * spec.heads for spec in target.specs)
+    cached = sum(spec.width for spec in target.specs)
     held = cached_values(target, context, rows)
     seen = context + (rows + 1) / 2  # half of the rows themselves, on average
     attended = sum((spec.k_dim + spec.v_dim) * min(spec.window or seen, seen) for spec in target.specs)

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from jax_bridge.aot.compile import AbstractPair, CompiledStep, abstract_pair, compile_step, place_of, resized
+from jax_bridge.aot.compile import (
+    AbstractPair,
+    CompiledStep,
+    abstract_pair,
+    compile_step,
+    kept_params,
+    place_of,
+    resized,
+)
 from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.shapes import find_topology
 from jax_bridge.aot.traffic import Laid, Unfilled
@@ -128,7 +136,7 @@ def _by_model(params: Shapes) -> dict[str, Shapes]:
 def _share(model: AbstractPair, topology: str, chips: int) -> tuple[Any, Any]:
     """One chip's part of weights and state, as shapes."""
     if chips == 1:
-        return model.params, model.state
+        return kept_params(model), model.state
     return place_of(model, topology, chips).share(model.params, model.state)
 
 

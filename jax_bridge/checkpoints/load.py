@@ -39,6 +39,7 @@ from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS, read_checkpoint
 from torch_dflash.targets.auto import auto_class
+from torch_dflash.targets.latents import find_latents, weights_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Errors that model classes raise for fields of senseless values.
@@ -196,8 +197,9 @@ def _load(
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
     partitions = None if mesh is None else partitions_of_target(model, mesh)
-    rules = LayoutRules.of(model, model.get_output_embeddings(), quantize=quantize)
-    coded = {name for name in rules.linear if keep_codes and _has_codes(parts.get(name))}
+    latents = weights_of(find_latents(model))
+    rules = LayoutRules.of(model, model.get_output_embeddings(), latents, quantize=quantize)
+    coded = {name for name in rules.linear - latents.keys() if keep_codes and _has_codes(parts.get(name))}
     stored_bytes = {name: parts[name][0].nbytes for name in coded}
     _check_memory(live, types, partitions, rules, stored_bytes)
     keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions)

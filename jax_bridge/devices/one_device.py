@@ -14,6 +14,7 @@ from jax_bridge.state import state_to_jax
 from jax_bridge.tails import whole_tails
 from jax_bridge.weights.layout import LayoutRules
 from torch_dflash.decode import Pair
+from torch_dflash.targets.latents import weights_of
 
 
 class OneDevice:
@@ -27,7 +28,8 @@ class OneDevice:
     def __init__(self, pair: Pair, device: Any, **arithmetic: Any):
         self.devices, self._device, self.platform = {device}, device, device.platform
         head = pair.target.model.get_output_embeddings()
-        self._rules = LayoutRules.of(pair, head, **arithmetic)
+        latents = weights_of(pair.target.latents, "target.model.")
+        self._rules = LayoutRules.of(pair, head, latents, **arithmetic)
 
     def weights(self) -> Weights:
         """The live weights on this device."""

@@ -21,20 +21,21 @@ def paged_attention_jax(
 ) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page_size KV"]]:
     """`torch_dflash.ops.paged_attention` of arrays; the pool is to be donated."""
     pool, (query, key, value, start), sinks = pages[0], inputs[:4], inputs.sinks
+    shared, first = inputs.shared, 0 if inputs.shared else query.shape[3]
     batch, heads, rows, k_dim = query.shape
     groups, v_dim = value.shape[1], value.shape[3]
-    fresh, table = _padded(key, value, pages)
+    fresh, table = _padded(*((value, key) if shared else (key, value)), pages)
     grouped = query.reshape(batch, groups, heads // groups, rows, k_dim)
     sinks = None if sinks is None else sinks.reshape(groups, -1)
     static = {"k_dim": k_dim, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
-    static |= {"block_keys": BLOCK_KEYS}
+    static |= {"block_keys": BLOCK_KEYS, "shared": v_dim if shared else 0}
     if inputs.tree is not None:
 
         def kernel(*arrays: Any) -> Array:
             return pallas_paged_attention(*arrays, **static)[0][..., :v_dim]
 
         def other(grouped, fresh, pool, table, start, sinks, tree) -> Array:
-            key, value = fresh[..., :k_dim], fresh[..., k_dim : k_dim + v_dim]
+            key, value = fresh[..., :k_dim], fresh[..., first : first + v_dim]
             arrays = {"query": grouped, "key": key, "value": value, "start": start}
             own = inputs._replace(**arrays, sinks=sinks, tree=tree)
             return jnp_tree_attention(grouped, own, (pool, table))
@@ -72,9 +73,10 @@ def _padded(key: Array, value: Array, pages: Any) -> tuple[Array, Array]:
 def jnp_tree_attention(
     query: Float[Array, "B G heads M D"], inputs: Any, pages: Any
 ) -> Float[Array, "B G heads M Dv"]:
-    """Attention of a tree's rows to pages without them, and to their own paths."""
+    """Attention of a tree's rows, with whole keys, to pages without them, and to their own paths."""
     (pool, table), start, window, tree = pages, inputs.start, inputs.window, inputs.tree
     k_dim, v_dim, page, rows = inputs.key.shape[3], inputs.value.shape[3], pool.shape[2], query.shape[3]
+    lane = 0 if inputs.shared else k_dim
     block_pages = max(1, min(BLOCK_KEYS, fitting_keys(query, v_dim)) // page)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
     at = (start[:, None] + tree.depth)[:, :, None]
@@ -87,7 +89,7 @@ def jnp_tree_attention(
         kv = jnp.where(held[:, None, :, None], kv, 0)
         seen = jnp.broadcast_to(held[:, None], (*at.shape[:2], kv.shape[2]))
         seen = seen if window is None else seen & (position > at - window)
-        return with_rows(Block(kv[..., :k_dim], kv[..., k_dim : k_dim + v_dim], seen), position, inputs)
+        return with_rows(Block(kv[..., :k_dim], kv[..., lane : lane + v_dim], seen), position, inputs)
 
     sinks = None if inputs.sinks is None else inputs.sinks.reshape(query.shape[1], -1)
     rule, running = (inputs.scale, inputs.softcap), SoftmaxState.begin(query, v_dim, sinks)
@@ -114,14 +116,17 @@ def jnp_paged_attention(
     window: int | None,
     softcap: float | None,
     block_keys: int,
+    shared: int = 0,
 ) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page_size KV"]]:
     """`pallas_paged_attention`, block by block with a running softmax.
 
     It reads only blocks below the longest row's length, and only one block's scores exist at a time.
     """
     rows, page = fresh.shape[2], pool.shape[2]
+    values = slice(0, shared) if shared else slice(k_dim, pool.shape[3])
+    v_dim = values.stop - values.start
     pool = _write(pool, fresh, table, start)
-    keys = min(block_keys, fitting_keys(query, pool.shape[3] - k_dim))
+    keys = min(block_keys, fitting_keys(query, v_dim))
     block_pages = max(1, keys // page)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
     at = start[:, None] + jnp.arange(rows, dtype=start.dtype)
@@ -136,10 +141,10 @@ def jnp_paged_attention(
         seen = position <= at[:, :, None]
         if window is not None:
             seen = seen & (position > at[:, :, None] - window)
-        return Block(kv[..., :k_dim], kv[..., k_dim:], seen)
+        return Block(kv[..., :k_dim], kv[..., values], seen)
 
     blocks = (jnp.max(start) + rows + block_pages * page - 1) // (block_pages * page)
-    running = SoftmaxState.begin(query, pool.shape[3] - k_dim, sinks)
+    running = SoftmaxState.begin(query, v_dim, sinks)
     return stream(running, query, read, 0, blocks, scale, softcap).result().astype(query.dtype), pool
 
 

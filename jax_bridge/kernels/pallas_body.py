@@ -25,7 +25,10 @@ div, rem = jax.lax.div, jax.lax.rem
 
 
 class Kind(NamedTuple):
-    """Static values, as in `paged_attention`; ``rows`` of a call, ``tile_rows`` of a program."""
+    """Static values, as in `paged_attention`; ``rows`` of a call, ``tile_rows`` of a program.
+
+    ``k_dim``: lanes of a key, behind which the value lies; 0 where it lies in the key's first lanes.
+    """
 
     k_dim: int
     rows: int
@@ -216,7 +219,7 @@ def _merge(kind, staged, fresh, inside):
 def _attend(kind, query, running, at, head, rows, position, real):
     """Add ``rows`` [keys, KV] at ``position`` [1, keys] to the running softmax of one K/V head."""
     cut = kind.k_dim if query.shape[4] == kind.k_dim else 0
-    key, value = (rows[:, :cut], rows[:, cut:]) if cut else (rows, rows)
+    key, value = (rows[:, :cut], rows[:, cut:]) if cut else (rows, rows[:, : running.sums.shape[2]])
     seen = real & (position <= at)
     if kind.window is not None:
         seen = seen & (position > at - kind.window)

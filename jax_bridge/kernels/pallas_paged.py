@@ -34,6 +34,7 @@ def pallas_paged_attention(
     softcap: float | None = None,
     block_keys: int = 512,
     row_tile: int = 2048,
+    shared: int = 0,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page_size KV"]]:
     """Write ``fresh`` at positions ``start .. start+M-1`` of each sequence, and attend to all up to each row.
@@ -50,6 +51,7 @@ def pallas_paged_attention(
         tree: `torch_dflash.ops.trees.Tree` of arrays, of the M rows; None: each row follows the last.
         block_keys: keys read at once.
         row_tile: most query rows (heads x M) of one program.
+        shared: lanes of a value that lies in its key's first lanes (latents); 0: it lies behind the key.
         interpret: run on the CPU, slowly, for tests.
     """
     batch, groups, heads, rows, _ = query.shape
@@ -57,13 +59,13 @@ def pallas_paged_attention(
     # Halves of the keys have results of at least twice the size.
     tile_rows = _divisor(rows, max(1, row_tile // halves.keys // heads))
     tiles = rows // tile_rows
-    kind = Kind(k_dim, rows, tile_rows, scale, window, softcap, halves)
+    kind = Kind(0 if shared else k_dim, rows, tile_rows, scale, window, softcap, halves)
 
     # Where K ends inside a tile of lanes, zeros over V's lanes are cheaper than moving lanes.
-    whole = k_dim % LANES != 0
+    whole = shared > 0 or k_dim % LANES != 0
     lanes = pool.shape[3]
     query = jnp.pad(query, [(0, 0)] * 4 + [(0, lanes - k_dim)]) if whole else query
-    width = lanes if whole else lanes - k_dim
+    width = -(-shared // LANES) * LANES or (lanes if whole else lanes - k_dim)
     tiled = _swap(query, (batch, groups, heads, tiles, tile_rows, -1))
     tiled = tiled.reshape(batch, groups, tiles, heads * tile_rows, -1)
 
@@ -78,6 +80,8 @@ def pallas_paged_attention(
     pool = written[0] if written else pool
     out = joined(out, query.dtype) if halves.keys == 2 else out
     out = _swap(out, (batch, groups, tiles, heads, tile_rows, width)).reshape(*query.shape[:-1], width)
+    if shared:
+        return out[..., :shared], pool
     return (out[..., k_dim:] if whole else out), pool
 
 

@@ -98,6 +98,27 @@ class Readable(OfOneArray):
         return jax.lax.bitcast_convert_type(jnp.take(self.bits, ids, axis=0), self.dtype)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["up", "down"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Halved:
+    """A weight [heads * (nope + v), R] of latents, kept as W_k [heads, nope, R] and W_v [heads, v, R]."""
+
+    up: Any
+    down: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, nope, rank = self.up.shape
+        return heads * (nope + self.down.shape[1]), rank
+
+    @property
+    def dtype(self) -> Any:
+        return self.up.dtype
+
+    def unwrap(self) -> jax.Array:
+        return jnp.concatenate([self.up, self.down], axis=1).reshape(self.shape)
+
+
 @dataclass(frozen=True, eq=False)
 class Multiplier:
     """A linear weight [out, in] with its own `product`.

@@ -12,7 +12,7 @@ On a TPU XLA's layouts are used: matrices are row-major, as in torch, and progra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from jax_bridge.weights.autotune import is_slow, leads, lies_by_inputs
 from jax_bridge.weights.codes import Scaled
 from jax_bridge.weights.formats import (
     Cast,
+    Halved,
     Multiplier,
     Quantized,
     Readable,
@@ -30,6 +31,7 @@ from jax_bridge.weights.formats import (
     Weight,
     name_of,
 )
+from torch_dflash.ops.latents import Widths, halves
 
 HALVES = (torch.bfloat16, torch.float16)
 ARITHMETIC: dict[str, dict[str, type[Multiplier]]] = {
@@ -83,13 +85,14 @@ def check_loaded(compute: str, quantize: str | None, loaded: str | None) -> None
 class WeightLayout(NamedTuple):
     """A weight's ``format`` on a device (None: a plain array), its products' ``dtype``; rows are ``read``.
 
-    ``leads``: as in `Quantized`.
+    ``leads``: as in `Quantized`; ``widths``: those of latents, of a `Halved` weight.
     """
 
-    format: type[Transposed | Readable | Multiplier] | None = None
+    format: type[Transposed | Readable | Halved | Multiplier] | None = None
     dtype: torch.dtype | None = None
     read: bool = False
     leads: bool = False
+    widths: Widths | None = None
 
 
 @dataclass(frozen=True)
@@ -100,25 +103,34 @@ class LayoutRules:
         linear: weights of linear layers, the output head's apart: a prompt's last chunk and plain decoding
             multiply it with one row, where [out, in] is as fast, and where it is tied rows of it are read.
         heads: the output head's. read: the embeddings', whose rows are read.
+        latents: those of layers that attend to latents (`torch_dflash.targets.latents`), by name. They stay
+            as they are where others become codes with their scales on the sums: they multiply no row.
         compute, quantize, drafter_quantize: as in `torch_dflash.compile`.
     """
 
     linear: frozenset[str] = frozenset()
     heads: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
+    latents: dict[str, Widths] = field(default_factory=dict)
     compute: str = "auto"
     quantize: str | None = None
     drafter_quantize: str | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, head: nn.Module | None, **arithmetic: Any) -> LayoutRules:
-        """The rules for all weights of ``module``; ``head`` is its output head."""
+    def of(
+        cls,
+        module: nn.Module,
+        head: nn.Module | None,
+        latents: dict[str, Widths] | None = None,
+        **arithmetic: Any,
+    ) -> LayoutRules:
+        """The rules for all weights of ``module``; ``head`` is its output head, ``latents`` as above."""
         tied = None if head is None else head.weight
         parts = [(f"{name}.weight", part) for name, part in module.named_modules()]
         linear = {name for name, part in parts if isinstance(part, nn.Linear) and part.weight is not tied}
         read = {name for name, part in parts if isinstance(part, nn.Embedding)} | lookups_of(module)
         heads = {name for name, part in parts if tied is not None and getattr(part, "weight", None) is tied}
-        return cls(frozenset(linear), frozenset(heads), frozenset(read), **arithmetic)
+        return cls(frozenset(linear), frozenset(heads), frozenset(read), latents or {}, **arithmetic)
 
     def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> WeightLayout:
         """The layout of the weight ``name`` on ``device``."""
@@ -130,8 +142,10 @@ class LayoutRules:
             wanted = quantize or (own if self.compute == "auto" else self.compute)
             if cpu and wanted == own and dtype in HALVES and is_slow(own, shape):
                 wanted = "float32"
-            if wanted != own:
-                kind = ARITHMETIC[device.platform][wanted]
+            kind = ARITHMETIC[device.platform][wanted] if wanted != own else None
+            if name in self.latents and (kind in (None, Scaled) or wanted == "float32"):
+                return WeightLayout(Halved, widths=self.latents[name])
+            if kind is not None:
                 products = dtype if quantize else getattr(torch, wanted)
                 return WeightLayout(kind, products, read, kind is Quantized and leads(shape))
         if cpu and name in self.linear and dtype == torch.float32 and lies_by_inputs(shape):
@@ -168,6 +182,10 @@ def keep(
         half, apart = tensor.dtype in HALVES, layout.read and kind is not Scaled
         table = keep(tensor, WeightLayout(Readable if half else None), place=place) if apart else None
         return kind.of(tensor, table, place, dtype=layout.dtype, leads=layout.leads)
+    if kind is Halved:
+        assert layout.widths is not None
+        up, down = halves(tensor, layout.widths)
+        return Halved(own_copy(up, dtype, place), own_copy(down, dtype, place))
     if kind is Transposed:
         return Transposed(own_copy(tensor.T, dtype, place))
     array = own_copy(tensor, dtype, place)

@@ -150,8 +150,16 @@ def test_wrong_pages_are_refused_at_construction(pair, options, message):
 
 def test_layers_that_expand_their_cache_are_not_paged():
     cls, config, extra = MORE["deepseek_v3"]
+    model = expanding(cls(config(**BASE | extra)))
     with pytest.raises(ValueError, match=r"cache='paged': holds no latent layers, .*; choose 'static'"):
-        td.compile(cls(config(**BASE | extra)), None, runtime="eager", cache="paged", max_length=32)
+        td.compile(model, None, runtime="eager", cache="paged", max_length=32)
+
+
+def expanding(model):
+    """A model whose latents are expanded, for a hook of the user's reads the result."""
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out)
+    return model
 
 
 @register_state
@@ -164,7 +172,7 @@ class UnpagedLayer(LatentLayer):
 def test_a_layer_of_another_kind_is_an_entry(monkeypatch, runtime):
     monkeypatch.setitem(LAYERS, ("latent", "paged"), (UnpagedLayer,))
     cls, config, extra = MORE["deepseek_v3"]
-    model = randomise(cls(config(**BASE | extra)), 3)
+    model = expanding(randomise(cls(config(**BASE | extra)), 3))
     proposer = td.NGramProposer()
     engine = td.compile(model, proposer, runtime=runtime, cache="paged", page_size=16, max_length=64)
     started = engine.start(torch.tensor([PROMPT]), max_new_tokens=NEW[1])

@@ -280,7 +280,7 @@ def script(texts):
 
 COMBINATIONS = [
     *[(family, "eager", kind) for family in ("qwen3", "qwen2", "gpt_oss") for kind in CACHES],
-    ("latent", "eager", "static"),
+    *[("latent", "eager", kind) for kind in CACHES],
     *[("qwen3", "xla", kind) for kind in CACHES],
 ]
 

@@ -138,7 +138,7 @@ def test_the_past_of_a_draft_ends_at_the_last_slot_in_use():
     assert used.position.max() == 5
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "expanded"])
 def test_slots_that_no_row_reaches_are_not_multiplied(family, monkeypatch):
     sizes = {}
     for module in (dense_attention, block_attention):
@@ -159,7 +159,9 @@ def test_slots_that_no_row_reaches_are_not_multiplied(family, monkeypatch):
     monkeypatch.setattr(LatentLayer, "update", noted)
     target, drafter = make_pair("llama", agree=6.0)
     if family != "llama":
-        made = FAMILY_CONFIGS["build"](family)
+        made = FAMILY_CONFIGS["build"]("deepseek_v3")
+        for layer in made.model.layers if family == "expanded" else ():  # a hook reads what is expanded
+            layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out)
         target, drafter = randomise(made, 0), td.NGramProposer(6)
     texts = {}
     for length in (96, 480):
@@ -169,4 +171,4 @@ def test_slots_that_no_row_reaches_are_not_multiplied(family, monkeypatch):
     assert torch.equal(texts[96], texts[480])
     seen = set().union(*sizes.values(), handed)
     assert max(seen) == 2 * WHOLE and WHOLE in seen
-    assert (len(sizes) == 2) == (family == "llama") == (not handed)
+    assert (len(sizes) == 2) == (family == "llama") and bool(handed) == (family == "expanded")

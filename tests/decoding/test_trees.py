@@ -132,9 +132,10 @@ def test_a_chain_is_a_tree_without_branches():
     assert stats.acceptance_lengths == [[6, 6, 6, 5]] * 3
 
 
-def test_latent_layers_and_more_rows_than_the_kernels_take_are_refused():
+def test_expanded_latents_and_more_rows_than_the_kernels_take_are_refused():
     cls, config, extra = MORE["deepseek_v3"]
     latent = cls(config(**(BASE | extra)))
+    latent.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out)
     with pytest.raises(ValueError, match="a tree of drafts with layers of kind 'latent'"):
         td.compile(latent, Tabled(1, 128, ROWS, DEPTH), runtime="eager", max_length=64, verify=False)
     with pytest.raises(ValueError, match="verify_width=65, depth=4: a tree of drafts has at most 64 rows"):

@@ -28,8 +28,7 @@ def sound_gap(kind, **options):
 def test_a_walk_is_an_uncached_forward(kind):
     assert sound_gap(kind) < RIGHT
     assert sound_gap(kind, width=1) < RIGHT
-    if kind != "kimi_linear":  # latent attention has no pages
-        assert sound_gap(kind, cache="paged") < RIGHT
+    assert sound_gap(kind, cache="paged") < RIGHT
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from torch_dflash.cache.dense import StaticLayer
-from torch_dflash.cache.latent import LatentLayer
+from torch_dflash.cache.latent import LatentLayer, SharedLayer, SharedPages
 from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cache.recurrent import BothLayer, RecurrentLayer
 from torch_dflash.cache.spec import CacheLayer, LayerSpec
@@ -18,6 +18,8 @@ from torch_dflash.plan import DecodePlan
 LAYERS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("attention", "static"): (StaticLayer,),
     ("attention", "paged"): (PagedLayer,),
+    ("shared", "static"): (SharedLayer,),
+    ("shared", "paged"): (SharedPages,),
     ("latent", "static"): (LatentLayer,),
     ("recurrent", "static"): (RecurrentLayer,),
     ("recurrent", "paged"): (RecurrentLayer,),
@@ -28,6 +30,8 @@ LAYERS: dict[tuple[str, str], tuple[Any, ...]] = {
 
 Each is a `CacheLayer` with ``allocate(spec, plan, dtype, device)``, and ``trees`` where drafts may be trees.
 """
+
+EXPANDED = "they expand what they cache, for their kv_b_proj is no plain linear layer or carries a hook"
 
 
 def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> CacheLayer:
@@ -45,6 +49,7 @@ def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
             raise ValueError(f"kind={kind!r} of a layer: no cache is written for it; there are {known}.")
         if repr(plan.cache) not in caches:
             fix = f"choose {' or '.join(caches)}"
+            fix = f"{EXPANDED}; {fix}" if kind == "latent" else fix
             raise ValueError(f"cache={plan.cache!r}: holds no {kind} layers, which the target has; {fix}.")
         if plan.depth is not None and not all(layer.trees for layer in LAYERS[kind, plan.cache]):
             raise ValueError(

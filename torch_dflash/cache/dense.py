@@ -54,7 +54,7 @@ class StaticLayer(ByPosition):
         Rows of a tree are not written: `FreshRows` keeps them until ``commit``.
         """
         if inputs.tree is not None:
-            held = Past(self.key, self.value, self.positions(inputs.start))
+            held = Past(self.key, self.value, positions_in(self.key, inputs.start))
             kind = self.key.dtype
             inputs = inputs._replace(key=inputs.key.to(kind), value=inputs.value.to(kind))
             out = block_attention(inputs, held, causal=True)
@@ -66,8 +66,7 @@ class StaticLayer(ByPosition):
 
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
         """The position in each slot when ``length`` [B] are committed, -1 for none."""
-        slots = torch.arange(self.key.shape[2], device=length.device, dtype=length.dtype)
-        return torch.where(slots < length[:, None], slots, -1)
+        return positions_in(self.key, length)
 
     def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> StaticLayer:
         """Write the rows of one path of a tree; consumes self."""
@@ -76,6 +75,12 @@ class StaticLayer(ByPosition):
     def reset(self, rows: Bool[Tensor, " B"]) -> StaticLayer:
         """Zero the rows marked: values of the former request may not be finite."""
         return type(self)(clear_rows(self.key, rows), clear_rows(self.value, rows))
+
+
+def positions_in(buffer: Float[Tensor, "B G S D"], length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
+    """The position in each slot of a dense buffer when ``length`` [B] are committed, -1 for none."""
+    slots = torch.arange(buffer.shape[2], device=length.device, dtype=length.dtype)
+    return torch.where(slots < length[:, None], slots, -1)
 
 
 def attend_densely(

@@ -21,9 +21,9 @@ class LayerSpec:
     """The cache that one target layer needs, read from a traced forward (`torch_dflash.targets.trace`).
 
     Attributes:
-        kind: "attention" of cached keys and values, "latent" where the model expands cached rows to keys and
-            values (multi-head latent attention), "recurrent" without any cache by position, "both" of a
-            layer that attends and recurs.
+        kind: "attention" of cached keys and values, "shared" of latents, the values in the first entries of
+            one head's keys, "latent" where the model expands cached rows to keys and values, "recurrent"
+            without any cache by position, "both" of a layer that attends and recurs.
         scan: heads, key width and value width of a recurrent state.
         conv: channels of a short convolution, and the positions that it reads before a row.
     """
@@ -35,6 +35,11 @@ class LayerSpec:
     window: int | None
     scan: tuple[int, int, int] | None = None
     conv: tuple[int, int] | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers that a position takes in the cache."""
+        return self.heads * (self.k_dim + (0 if self.kind == "shared" else self.v_dim))
 
     def state_bytes(self, item: int) -> int:
         """Bytes of a row's recurrent state and tail, in a model with ``item`` bytes a number."""

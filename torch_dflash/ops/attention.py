@@ -41,6 +41,7 @@ class AttentionInputs(NamedTuple):
         sinks: one learned logit per query head, part of the softmax, without a value.
         softcap: ``c`` in ``c * tanh(score / c)``.
         tree: the tree of the rows, whose keys and values no cache holds yet; None: each follows the last.
+        shared: a key is ``[value | key]``, of one head: latents are values and, with ``key``, keys.
     """
 
     query: Float[Tensor, "B Q M D"]
@@ -52,6 +53,12 @@ class AttentionInputs(NamedTuple):
     sinks: Float[Tensor, " Q"] | None = None
     softcap: float | None = None
     tree: Tree | None = None
+    shared: bool = False
+
+    def joined(self) -> AttentionInputs:
+        """With whole keys, for attention whose values are the keys: its first lanes are the result."""
+        rows = torch.cat([self.value, self.key], dim=-1)
+        return self._replace(key=rows, value=rows, shared=False) if self.shared else self
 
     @property
     def at(self) -> Int[Tensor, "B M"]:

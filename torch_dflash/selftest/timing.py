@@ -212,7 +212,7 @@ def _bytes(name: str, engine: Engine, item: int) -> int:
     def weights(prefix: str) -> int:
         return item * sum(tensor.numel() for key, tensor in tensors.items() if key.startswith(prefix))
 
-    cached = sum(spec.heads * (spec.k_dim + spec.v_dim) for spec in pair.target.specs) * plan.slots
+    cached = sum(spec.width for spec in pair.target.specs) * plan.slots
     # These pairs tie embedding and head: the head reads the rows that the lookup reads.
     target = weights("target.") + plan.batch_size * cached * kept
     if not name.startswith(("draft", "whole")):

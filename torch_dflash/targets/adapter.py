@@ -24,6 +24,7 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.targets.blocks import check_tappable, tapped
 from torch_dflash.targets.guard import attributes_of, written_in
 from torch_dflash.targets.hooks import restoring_hooks
+from torch_dflash.targets.latents import absorbing, find_latents
 from torch_dflash.targets.scans import find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, using_cache
 from torch_dflash.targets.tested import check_implementations, check_instance
@@ -49,6 +50,7 @@ class Target(nn.Module):
 
     Attributes:
         written: (module's path, attribute) of attributes that a forward writes.
+        latents: the attention modules that hand latents to the cache, by path.
 
     Raises:
         TypeError: not a transformers causal LM. ValueError: an unsupported part, by name.
@@ -66,7 +68,8 @@ class Target(nn.Module):
         tried = build_skeleton(model)  # a forward may write meta tensors into its copy
         before = attributes_of(tried)
         with restoring_hooks(tried):
-            self.specs, self.blocks = trace_layers(tried, own if runs else None)
+            found = trace_layers(tried, own if runs else None, find_latents(model))
+        self.specs, self.blocks, self.latents = found
         self.written = written_in(tried, before)
         self._scans = find_scans(self.model)
         owns = [(vars(self.model.get_submodule(path)), key) for path, key in self.written]
@@ -166,6 +169,7 @@ class Target(nn.Module):
             hooks.enter_context(tapped(self.model, self.blocks, taps, outputs))
             hooks.enter_context(using_cache(view))
             hooks.enter_context(scanning(self.model, self._scans))
+            hooks.enter_context(absorbing(self.model, self.latents))
             if count is not None:
                 row = (count - 1).clamp(min=0)
                 head = self.model.get_output_embeddings()

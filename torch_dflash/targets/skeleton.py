@@ -21,6 +21,7 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.closure_values import cells_of
 from torch_dflash.targets.experts import EXPERTS
 from torch_dflash.targets.hooks import WeakHook, hooks_of
+from torch_dflash.targets.latents import attend_latents
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 MOST_SHARED = 8
@@ -45,12 +46,17 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **m
     some models have in the mask alone.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    given = {"sinks": more.get("s_aux"), "softcap": more.get("softcap")}
+    given: Any = {"sinks": more.get("s_aux"), "softcap": more.get("softcap")}
     if more.get("is_causal") is None:  # as in transformers' sdpa
         more["is_causal"] = getattr(module, "is_causal", True)
     cache = _current.get()
     inputs = AttentionInputs(query, key, value, cache.start, scale, **given)
-    return cache.attend(module.layer_idx, inputs, attention_mask, more).contiguous(), None
+
+    def attend(inputs: AttentionInputs) -> Tensor:
+        return cache.attend(module.layer_idx, inputs, attention_mask, more)
+
+    out = attend_latents(module, inputs, attend)
+    return (attend(inputs) if out is None else out).contiguous(), None
 
 
 def _mask(*, q_length, kv_length, mask_function, **_):

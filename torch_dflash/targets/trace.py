@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.autocast import TurnsAutocastOn, uncast
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.targets.hooks import restoring_hooks
+from torch_dflash.targets.latents import Latents, absorbing
 from torch_dflash.targets.masks import read_window
 from torch_dflash.targets.scans import Scans, find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, using_cache
@@ -42,6 +44,10 @@ class Refusal(ValueError):
     """A layer is not supported: raised inside the model's forward."""
 
 
+class Unabsorbed(Exception):
+    """A layer attends to other latents than it caches: they are then expanded, as transformers does."""
+
+
 class RecordingCache(Cache):
     """Records shapes, masks and states of each layer in one forward on meta tensors."""
 
@@ -54,6 +60,7 @@ class RecordingCache(Cache):
         self.masks: dict[int, Callable] = {}
         self.windows: dict[int, int | None] = {}
         self.latent: set[int] = set()
+        self.shared: set[int] = set()
         self.convs: dict[int, tuple[int, int]] = {}
         self.scans: dict[int, tuple[int, int, int]] = {}
         self.beyond_sdpa: set[str] = set()
@@ -92,7 +99,16 @@ class RecordingCache(Cache):
         self.masks[layer_idx] = self._rule_of(mask, layer_idx)
         self.windows[layer_idx] = more.get("sliding_window")
         self.calls.attended(layer_idx)
-        if self._handed is None or inputs.key is not self._handed[0] or inputs.value is not self._handed[1]:
+        given = (inputs.value, inputs.key) if inputs.shared else (inputs.key, inputs.value)
+        own = self._handed is not None and all(map(is_, given, self._handed))
+        if inputs.shared:
+            if not own:
+                raise Unabsorbed
+            self.shared.add(layer_idx)
+            width, inputs = inputs.value.shape[3], inputs.joined()
+            self.shapes[layer_idx] = 1, inputs.key.shape[3], width
+            return attend_densely(inputs, inputs.key, inputs.value[..., :width], None)
+        if not own:
             self.latent.add(layer_idx)
         return attend_densely(inputs, inputs.key, inputs.value, None)
 
@@ -168,18 +184,20 @@ class RecordingCache(Cache):
 
 
 class Traced(NamedTuple):
-    """The result of a trace: each layer's cache, and the decoder blocks."""
+    """The result of a trace: each layer's cache, the decoder blocks, and the modules that hand latents."""
 
     specs: tuple[LayerSpec, ...]
     blocks: Blocks
+    latents: Latents
 
 
-def trace_layers(skeleton: Any, implementation: str | None = None) -> Traced:
+def trace_layers(skeleton: Any, implementation: str | None = None, latents: Latents | None = None) -> Traced:
     """Trace one forward on meta tensors: configs disagree about K, V, windows and names.
 
     Args:
         skeleton: the target's architecture with our attention.
         implementation: the live target's attention implementation, unless its weights are on meta.
+        latents: modules of the live target that may hand latents (`find_latents`).
 
     Raises:
         ValueError: a layer is neither causal attention over its own keys and values, with or without a
@@ -187,23 +205,26 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> Traced:
     """
     try:
         with torch.inference_mode(False):  # inference mode counts no writes
-            return _trace(skeleton, implementation)
+            try:
+                return _trace(skeleton, implementation, latents or {})
+            except Unabsorbed:
+                return _trace(skeleton, implementation, {})
     except ValueError as error:
         end = f"; {SUPPORTED}." if isinstance(error, Refusal) else ""
         raise ValueError(f"target={type(skeleton).__name__}: {error}{end}") from error
 
 
-def _trace(skeleton: Any, implementation: str | None) -> Traced:
+def _trace(skeleton: Any, implementation: str | None, latents: Latents) -> Traced:
     if "position_ids" not in inspect.signature(type(skeleton).forward).parameters:
         raise Refusal("its forward names no position_ids, so it may count positions itself")
     scans = find_scans(skeleton)
     kind = skeleton.get_input_embeddings().weight.dtype
     cache = RecordingCache(kind, calls := CallRecorder(skeleton))
     try:
-        with calls.recording():
+        with calls.recording(), absorbing(skeleton, latents):
             _run(skeleton, cache, scans, rows=1, length=2)
         cache.check_answered()
-    except (Refusal, TurnsAutocastOn):
+    except (Refusal, TurnsAutocastOn, Unabsorbed):
         raise
     except Exception as error:  # unsupported models may raise any error
         # Recurrent layers read their own state from the cache, and find no entry.
@@ -216,7 +237,7 @@ def _trace(skeleton: Any, implementation: str | None) -> Traced:
             "releases of transformers; load the target with attn_implementation='eager'."
         )
     specs = _specs(cache, skeleton)
-    return Traced(specs, find_blocks(calls, len(specs)))
+    return Traced(specs, find_blocks(calls, len(specs)), latents)
 
 
 def blocks_of(model: Any) -> Blocks:
@@ -273,9 +294,10 @@ def _spec(cache: RecordingCache, layer: int, window: int | None) -> LayerSpec:
     states = cache.scans.get(layer), cache.convs.get(layer)
     if layer not in cache.shapes:
         return LayerSpec("recurrent", 0, 0, 0, None, *states)
-    if any(states) and layer in cache.latent:
+    if any(states) and layer in cache.latent | cache.shared:
         raise Refusal(f"layer {layer} has a recurrence and latent attention")
     kind = "both" if any(states) else "latent" if layer in cache.latent else "attention"
+    kind = "shared" if layer in cache.shared else kind
     return LayerSpec(kind, *cache.shapes[layer], window, *states)
 
 
