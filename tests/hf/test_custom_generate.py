@@ -363,10 +363,11 @@ def test_a_drafter_of_the_hub_is_of_the_models_revision(pair, batch, tmp_path):
         f"load, own = transformers.AutoModelForCausalLM.from_pretrained, {{'revision': {REVISION!r}}}\n"
         "model = load('us/pair', trust_remote_code=True, **own)\n"
         "options = dict(max_new_tokens=9, do_sample=False, return_dict_in_generate=True, runtime='eager')\n"
-        "print(model.generate(inputs=torch.tensor([[3, 5, 7]]), **options).stats.mean_acceptance_length > 1)\n"
+        "options['inputs'] = torch.tensor([[3, 5, 7]])\n"
+        "print(model.generate(**options).stats.mean_acceptance_length > 1)\n"
         "other = load('us/pair', **own)\n"
         f"options |= dict(custom_generate={FOLDER!r}, trust_remote_code=True)\n"
-        "print(other.generate(torch.tensor([[3, 5, 7]]), **options).stats.mean_acceptance_length)\n",
+        "print(other.generate(**options).stats.mean_acceptance_length)\n",
         HF_HUB_CACHE=str(tmp_path),
         HF_HUB_OFFLINE="1",
         HF_MODULES_CACHE=str(tmp_path / "modules"),
