@@ -194,10 +194,8 @@ class Answers:
             return [part] if piece or logprobs or choice.finish else []
         role, found = {"role": "assistant"} if begins else {}, []
         if piece or logprobs:
-            found, role = (
-                [{"delta": role | {"content": piece}, "logprobs": logprobs, "finish_reason": None}],
-                {},
-            )
+            found.append({"delta": role | {"content": piece}, "logprobs": logprobs, "finish_reason": None})
+            role = {}
         return found + ([{"delta": role, "finish_reason": choice.finish}] if choice.finish else [])
 
     def _end(self, choice: Choice) -> dict[str, Any]:
@@ -246,19 +244,16 @@ class Answers:
             return {"content": content, "refusal": None}
         names = [name(token) for token in choice.tokens]
         likely = [{name(one): max(q, LEAST) for one, q in top[: self._top]} for _, (_, top) in rows]
-        return {
-            "tokens": names[since:],
-            "token_logprobs": [max(p, LEAST) for _, (p, _) in rows],
-            "top_logprobs": likely if self._top else None,
-            "text_offset": [*accumulate(map(len, names[:-1]), initial=0)][since:],
-        }
+        offsets = [*accumulate(map(len, names[:-1]), initial=0)][since:]
+        found = {"tokens": names[since:], "token_logprobs": [max(p, LEAST) for _, (p, _) in rows]}
+        return found | {"top_logprobs": likely if self._top else None, "text_offset": offsets}
 
     def _usage(self) -> dict[str, Any]:
         rows = zip(self.choices, self.handles, strict=True)
         new = sum(len(one.tokens) for one in self.choices)
         accepted = sum(sum(one.kept) - len(one.kept) for one in self.choices)
-        rejected = sum(one.drafted(handle) for one, handle in rows) - accepted
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        details = {"accepted_prediction_tokens": accepted}
+        details["rejected_prediction_tokens"] = sum(one.drafted(handle) for one, handle in rows) - accepted
         usage = {"prompt_tokens": self._prompt, "completion_tokens": new, "total_tokens": self._prompt + new}
         return {**usage, "completion_tokens_details": details}
 

@@ -74,19 +74,13 @@ def asgi_app(
     server = Server(engine, model, queue, metrics_prefix, api_keys)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=server.lifespan)
     app.state.server = server
-    for path in (
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/tokenize",
-        "/v1/models",
-        "/v1/models/{name:path}",
-    ):
-        models, closed = "models" in path, [Depends(server.check_key)]
-        function = server.models if models else server.tokenize if path == "/tokenize" else server.answer
-        method = "GET" if models else "POST"
-        app.add_api_route(path, function, methods=[method], dependencies=closed, response_model=None)
+    guarded: dict[str, Any] = {"dependencies": [Depends(server.check_key)], "response_model": None}
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+        app.post(path, **guarded)(server.tokenize if path == "/tokenize" else server.answer)
+    for path in ("/v1/models", "/v1/models/{name:path}"):
+        app.get(path, **guarded)(server.models)
     for path in ("/health", "/version", "/metrics"):
-        app.add_api_route(path, getattr(server, path[1:]), response_model=None)
+        app.get(path, response_model=None)(getattr(server, path[1:]))
     for kind in (Refused, HTTPException, Exception):
         app.add_exception_handler(kind, _failed)
     return app
@@ -108,14 +102,15 @@ class Server:
         self._reading = 0
         self._reader = ThreadPoolExecutor(1, "requests")  # a tokenizer is not for several threads
         plan = engine.plan
-        room = (
-            plan.batch_size * plan.capacity if plan.pool_pages is None else plan.pool_pages * plan.page_size
-        )
+        rows, length = plan.batch_size, plan.capacity
+        if plan.pool_pages is not None:
+            rows, length = plan.pool_pages, plan.page_size
+        room = rows * length * self.slots.replicas
         self._metrics = Metrics(prefix, model.name)
         self._metrics.show("num_requests_running", lambda: self.slots.running)
         self._metrics.show("num_requests_waiting", lambda: self.slots.waiting)
         held = lambda: sum(one.positions for one in list(self.active))  # noqa: E731
-        self._metrics.show("kv_cache_usage_perc", lambda: held() / (room * self.slots.replicas))
+        self._metrics.show("kv_cache_usage_perc", lambda: held() / room)
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -190,9 +185,7 @@ class Server:
 
     async def answer(self, request: Request) -> Response:
         """The response to a chat or a completion."""
-        body = await self._body(
-            request, "messages" if request.url.path.endswith("chat/completions") else "prompt"
-        )
+        body = await self._body(request, ChatBody if "/chat/" in request.url.path else TextBody)
         full = Refused("the queue is full; come again", code="queue_full", status=429)
         if self.slots.waiting + self._reading >= self._queue:
             raise full
@@ -236,8 +229,8 @@ class Server:
         finally:
             self._reading -= 1
 
-    async def _body(self, request: Request, kind: str = "") -> dict[str, Any]:
-        """The body, read and checked; ``kind``: the field that it has to have, messages or prompt."""
+    async def _body(self, request: Request, kind: Any = None) -> dict[str, Any]:
+        """The body, read and checked; ``kind``: its type, None: as its fields say."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused("the body must be application/json", status=415)  # pages of others send no such
         found = bytearray()
@@ -252,8 +245,8 @@ class Server:
             raise Refused("the body did not come", status=408) from None
         except ValueError as error:
             raise Refused(f"the body is no JSON: {error}") from None
-        chat = kind == "messages" or not kind and isinstance(body, dict) and "messages" in body
-        body = check_body(ChatBody if chat else TextBody, body)
+        told = ChatBody if isinstance(body, dict) and "messages" in body else TextBody
+        body = check_body(kind or told, body)
         self._checked(body["model"])
         if "stream_options" in body and not body.get("stream"):
             raise Refused("stream_options: is for stream=true", "stream_options")

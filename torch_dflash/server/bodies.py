@@ -167,14 +167,12 @@ class Model:
         param, special = "messages" if "messages" in body else "prompt", body.get("add_special_tokens", True)
         given, mode = body[param], calling(body)[0]
         each = given if isinstance(given, list) and isinstance([*given, 0][0], str | list) else [given]
+        ids = lambda text: self.tokenizer(text, add_special_tokens=special)["input_ids"]  # noqa: E731
         try:
             if param == "messages":
                 found = [self._render(body, mode)]
             else:
-                texts = [
-                    self.tokenizer(one, add_special_tokens=special) for one in each if isinstance(one, str)
-                ]
-                found = [one["input_ids"] for one in texts] or each
+                found = [ids(one) if isinstance(one, str) else one for one in each]
         except Exception as error:  # a template may raise anything, by jinja's raise_exception too
             raise Refused(f"{param}: the model's template or tokenizer refuses it: {error}", param) from None
         if not all(ids and all(0 <= one < 2**31 for one in ids) for ids in found):
@@ -182,12 +180,8 @@ class Model:
         return found
 
     def _render(self, body: Mapping[str, Any], mode: str) -> list[int]:
-        own = {
-            "tools": body["tools"] if mode else None,
-            "add_generation_prompt": True,
-            "return_dict": True,
-            "tokenize": True,
-        }
+        own = dict.fromkeys(("add_generation_prompt", "return_dict", "tokenize"), True)
+        own |= {"tools": body["tools"] if mode else None}
         options = {**self.template_options, **body.get("chat_template_kwargs", {})}
         if options.keys() & {*own, "return_tensors", "continue_final_message"}:
             raise ValueError("chat_template_kwargs holds what is no variable of a template")
@@ -213,15 +207,10 @@ class Model:
             raise Refused(f"min_tokens={least}: must be at most {most}, the most tokens", "min_tokens")
         if not all(re.fullmatch("[0-9]{1,10}", token) for token in bias):
             raise Refused("logit_bias: its keys must be token ids", "logit_bias")
-        options |= {"min_new_tokens": least} if least else {}
-        options |= (
-            {"sequence_bias": {(int(one),): float(value) for one, value in bias.items()}} if bias else {}
-        )
-        if (count := top_logprobs(body)) is not None:
-            options |= {"output_logprobs": True} | ({"top_logprobs": count} if count else {})
-        if (grammar := self._grammar(body)) is not None:
-            options["grammar"] = grammar
-        return options
+        biases, count = {(int(one),): float(value) for one, value in bias.items()}, top_logprobs(body)
+        more = {"min_new_tokens": least, "sequence_bias": biases, "output_logprobs": count is not None}
+        more |= {"top_logprobs": count, "grammar": self._grammar(body)}
+        return options | {name: value for name, value in more.items() if value}
 
     def _length(self, body: Mapping[str, Any], length: int, limit: int | None) -> int:
         name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
@@ -284,12 +273,10 @@ def _sampling(body: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 def top_logprobs(body: Mapping[str, Any]) -> int | None:
     """The likeliest ids that are asked for beside each token; None: no log-probabilities."""
-    asked = body.get("logprobs")
-    if isinstance(asked, bool) or asked is None:
-        if "top_logprobs" in body and not asked:
-            raise Refused("top_logprobs: is for logprobs=true", "top_logprobs")
-        asked = body.get("top_logprobs", 0) if asked else None
-    return asked
+    asked = body.get("logprobs", False)  # a chat's is a flag, a completion's a number
+    if "top_logprobs" in body and asked is False:
+        raise Refused("top_logprobs: is for logprobs=true", "top_logprobs")
+    return asked if not isinstance(asked, bool) else body.get("top_logprobs", 0) if asked else None
 
 
 def calling(body: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
@@ -316,9 +303,8 @@ def calling(body: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates read it: its text in one piece, the arguments of its calls as objects."""
-    found: dict[str, Any] = {"content": ""} | {
-        name: value for name, value in message.items() if value is not None
-    }
+    given = {name: value for name, value in message.items() if value is not None}
+    found: dict[str, Any] = {"content": "", **given}
     if isinstance(found["content"], list):
         found["content"] = "\n".join(part["text"] for part in found["content"])
     if found["role"] == "developer":  # OpenAI's later name
