@@ -596,7 +596,7 @@ def rss():
 def crowd(app, count, seed):
     draw = random.Random(seed)
     names = [draw.choice([*KINDS]) for _ in range(count)]
-    bodies = [body_of(f"{name} {draw.randrange(2)}", **KINDS[name]) for name in names]
+    bodies = [body_of(f"{name} {draw.randrange(2)}", **{"max_tokens": 8} | KINDS[name]) for name in names]
     known = {}
     for body in bodies:
         known.setdefault(json.dumps(body), None)
