@@ -50,7 +50,7 @@ def chat(topic: str) -> list[dict[str, str]]:
 
 
 async def ask(url: str, clients: int, requests: int, tokens: int) -> dict[str, Any]:
-    """What ``clients`` see that send ``requests`` one after the other, as streams."""
+    """The figures of ``clients`` that send ``requests`` one after the other, as streams."""
     client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0)
     waiting, first, gaps, texts = iter(range(requests)), [], [], {}
 
@@ -90,7 +90,7 @@ def listening(app: Any) -> Iterator[str]:
 
 
 def timed(function: Any) -> dict[str, Any]:
-    """What a function gives, with the seconds and this process's CPU seconds that it took."""
+    """The result of a function, with its seconds and this process's CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     return {"found": function(), "wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
 
