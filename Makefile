@@ -159,7 +159,7 @@ $(WITH_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@touch $@
 
 $(INSTALLED): $(WITH_DEMO)
-	@$(QUIETLY) "install what tests need" $(INSTALL) -e ".[demo,train,grammar,dev]"
+	@$(QUIETLY) "install what tests need" $(INSTALL) -e ".[demo,train,grammar,serve,dev]"
 	@touch $@
 
 $(WITH_REFERENCE): $(INSTALLED)

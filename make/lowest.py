@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("demo", "train", "grammar")  # what tests run of; tools for development have no such bound
+EXTRAS = ("demo", "train", "grammar", "serve")  # what tests run of; tools for development have no such bound
 
 
 def lowest() -> dict[str, str]:

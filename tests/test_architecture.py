@@ -40,6 +40,7 @@ FLOORS = {
         "generation",
         "integrations pieces selftest train",
         "bench chat doctor",
+        "server",
         "cli",
         "__main__",
     ],
@@ -269,7 +270,7 @@ def functions(path):
             yield node.name, node.end_lineno - node.lineno + 1
 
 
-LINES = 29_599
+LINES = 30_420
 """Lines of code of both packages, comments and docstrings not counted. Rooms may trade among each other.
 
 A change that adds a capability says by how much it raises this number; any other change keeps or lowers it.

@@ -44,6 +44,7 @@ _PUBLIC = {
     "proposers.union": "Union",
     "published.load": "load_pair",
     "published.rows": "Checkpoint checkpoints",
+    "server.app": "asgi_app",
     "state": "DecodeState Draft",
     "verify.check": "check",
     "verify.result": "Agreement",
@@ -108,6 +109,7 @@ if TYPE_CHECKING:
     from torch_dflash.published.load import load_pair as load_pair
     from torch_dflash.published.rows import Checkpoint as Checkpoint
     from torch_dflash.published.rows import checkpoints as checkpoints
+    from torch_dflash.server.app import asgi_app as asgi_app
     from torch_dflash.state import DecodeState as DecodeState
     from torch_dflash.state import Draft as Draft
     from torch_dflash.verify.check import check as check

@@ -231,8 +231,10 @@ def _check_memory(
     """
     if partitions is None:
         device = default_device()
-        kept = {name: (tuple(tensor.shape), types.get(name, tensor.dtype)) for name, tensor in live.items()}
-        shapes: Any = {name: rules.shapes(name, *one, device) for name, one in kept.items()}
+        shapes: Any = {
+            name: rules.shapes(name, tuple(tensor.shape), types.get(name) or tensor.dtype, device)
+            for name, tensor in live.items()
+        }
         shapes |= {name: jax.ShapeDtypeStruct((size,), jnp.uint8) for name, size in stored.items()}
     else:
         shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import ROOT
+from support.served import ask, said, spelling_pair
 from support.tiny import VOCAB, make_drafter, make_pair, make_target
-from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
+from support.tokenizers import GROWING, TEMPLATE, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
 from torch_dflash.cli import comparison, demo, errors, main
@@ -26,8 +27,8 @@ from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.options import DrafterShape
 
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-AOT = "09_compile_for_a_tpu.py"
+AOT, RAY = "09_compile_for_a_tpu.py", "11_ray_serve.py"  # the latter needs ray, and serves until it is ended
+EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("*.py")} - {RAY})
 
 
 def run_example(name, capsys):
@@ -58,6 +59,15 @@ def test_examples_run_with_another_pair(example, monkeypatch, capsys):
     monkeypatch.setattr(td, "load_demo_pair", lambda **options: (target, drafter, tokenizer))
     monkeypatch.setattr(td, "load_demo_target", lambda **options: (target, tokenizer))
     run_example(example, capsys)
+
+
+def test_a_replica_of_the_ray_example_answers(monkeypatch):
+    tokenizer, make = byte_tokenizer(TEMPLATE), td.compile
+    monkeypatch.setattr(td, "load_demo_pair", lambda **options: (*spelling_pair(), tokenizer))
+    monkeypatch.setattr(td, "compile", lambda *pair, **options: make(*pair, runtime="eager", **options))
+    example = runpy.run_path(str(ROOT / "examples" / RAY))
+    body = {"model": "demo", "messages": example["MESSAGES"], "max_tokens": 4}
+    assert len(said(ask(example["app"](), body)[0])) == 1
 
 
 @pytest.mark.slow

@@ -73,7 +73,8 @@ def test_what_messages_install_is_on_an_index_and_of_their_extra():
     extras = {
         "torch_dflash/cli/tpu.py": "tpu", "torch_dflash/cli/outputs.py": "demo",
         "torch_dflash/demo/target.py": "demo", "torch_dflash/grammars/vocabulary.py": "grammar",
-        "torch_dflash/train/fit/log.py": "train", "jax_bridge/aot/shapes.py": "tpu",
+        "torch_dflash/train/fit/log.py": "train",
+        "torch_dflash/server/__init__.py": "serve", "jax_bridge/aot/shapes.py": "tpu",
         "examples/09_compile_for_a_tpu.py": "tpu", "examples/dflash.ipynb": "tpu",
     }  # fmt: skip
     shown = [*(ROOT / "examples").glob("*.*")]

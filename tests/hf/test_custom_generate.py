@@ -1,12 +1,15 @@
 """``target.generate(custom_generate=...)``, streamers, streams and compiled engines."""
 
 import copy
+import shutil
 
 import pytest
 import torch
 import transformers
 from support import ROOT
+from support.hub_cache import REVISION, HubCache
 from support.refusals import refuses
+from support.shell import python
 from support.versions import COUNTS_PADDING, needs_native
 from transformers import (
     Gemma3Config,
@@ -323,3 +326,50 @@ def test_a_streamer_and_a_dict_arrive(pair, batch):
     out = target.generate(**row, **asked, **block, assistant_model=drafter, streamer=streamer)
     assert streamer.ended and streamer.put_ids == out.sequences[0].tolist()
     assert out.stats.mean_acceptance_length > 1
+
+
+def remote(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+
+
+def in_a_folder(pair, folder):
+    """``pair`` as a model's repository holds it, with our folder."""
+    pair[0].save_pretrained(folder)
+    pair[1].save_pretrained(folder / "drafter")
+    shutil.copytree(f"{FOLDER}/custom_generate", folder / "custom_generate")
+
+
+def test_the_drafter_beside_the_weights_drafts(pair, batch, tmp_path):
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    want = pair[0].generate(**batch, **asked).sequences
+    in_a_folder(pair, tmp_path)
+    found = remote(tmp_path).generate(**batch, **asked, runtime="eager")
+    assert torch.equal(found.sequences, want) and found.stats.mean_acceptance_length > 1
+    (tmp_path / "drafter/config.json").write_text("{")
+    with pytest.raises(OSError, match="JSON"):
+        remote(tmp_path).generate(**batch, **asked, runtime="eager")
+    shutil.rmtree(tmp_path / "drafter")
+    found = remote(tmp_path).generate(**batch, **asked, runtime="eager")
+    assert torch.equal(found.sequences, want) and found.stats.mean_acceptance_length == 1
+
+
+def test_a_drafter_of_the_hub_is_of_the_models_revision(pair, batch, tmp_path):
+    """Offline in a process of its own, whose cache holds the repository; ``main`` has moved on since."""
+    folder = HubCache(tmp_path).folder("us/pair")
+    in_a_folder(pair, folder)
+    (tmp_path / "models--us--pair/refs/main").write_text("0" * 39 + "2")
+    done = python(
+        "import torch, transformers\n"
+        f"load, own = transformers.AutoModelForCausalLM.from_pretrained, {{'revision': {REVISION!r}}}\n"
+        "model = load('us/pair', trust_remote_code=True, **own)\n"
+        "options = dict(max_new_tokens=9, do_sample=False, return_dict_in_generate=True, runtime='eager')\n"
+        "options['inputs'] = torch.tensor([[3, 5, 7]])\n"
+        "print(model.generate(**options).stats.mean_acceptance_length > 1)\n"
+        "other = load('us/pair', **own)\n"
+        f"options |= dict(custom_generate={FOLDER!r}, trust_remote_code=True)\n"
+        "print(other.generate(**options).stats.mean_acceptance_length)\n",
+        HF_HUB_CACHE=str(tmp_path),
+        HF_HUB_OFFLINE="1",
+        HF_MODULES_CACHE=str(tmp_path / "modules"),
+    )
+    assert done.stdout.split() == ["True", "1.0"], done.stderr

@@ -10,12 +10,24 @@ from pathlib import Path
 import click
 
 from torch_dflash import __version__
-from torch_dflash.cli import aot, bench, chat, demo, doctor, env, fit_memory, generate, list_pairs, selftest
+from torch_dflash.cli import (
+    aot,
+    bench,
+    chat,
+    demo,
+    doctor,
+    env,
+    fit_memory,
+    generate,
+    list_pairs,
+    selftest,
+    serve,
+)  # fmt: skip
 from torch_dflash.cli.command import PROGRAM, Invocation, flag, quiet_flag
 from torch_dflash.cli.errors import INTERRUPTED, fail, status_of
 from torch_dflash.cli.train import train
 
-COMMANDS = aot, bench, chat, demo, doctor, env, fit_memory, generate, list_pairs, selftest
+COMMANDS = aot, bench, chat, demo, doctor, env, fit_memory, generate, list_pairs, selftest, serve
 
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

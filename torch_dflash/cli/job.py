@@ -40,7 +40,7 @@ class Job:
             print_status(plainly(arguments.target, f"torch-dflash {arguments.command}"))
         options = {name: getattr(arguments, name) for name in ("dtype", "device", "block_size")}
         loaded = load_named(arguments.target, arguments.drafter, **options)
-        loaded = replace(loaded, drafter=_composed(arguments, loaded.drafter))
+        loaded = replace(loaded, drafter=composed(arguments, loaded.drafter))
         longest = longest_prompt(arguments.max_new_tokens, loaded.target)
         options = call_options(arguments, loaded) | {name: value for name, value in further.items() if value}
         return cls(arguments, loaded, options, longest)
@@ -95,7 +95,7 @@ class Job:
             )
 
 
-def _composed(arguments: SimpleNamespace, drafter: Any) -> Any:
+def composed(arguments: SimpleNamespace, drafter: Any) -> Any:
     """``drafter``, or the proposer that --union and --rows make of it."""
     rows, flag = arguments.rows, "--union" if arguments.union else f"--rows {arguments.rows}"
     if not arguments.union and rows is None:

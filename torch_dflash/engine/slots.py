@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -443,6 +443,13 @@ class Slots:
         Raises:
             QueueFull: more wait than the queue holds. TypeError, ValueError: what no row can serve.
         """
+        (handle,) = self.enqueue([self.read(input_ids, attention_mask, check, options)])
+        return handle
+
+    def read(
+        self, input_ids: Any, attention_mask: Any, check: bool | None, options: Mapping[str, Any]
+    ) -> Request:
+        """A request for `enqueue`; arguments and errors as of `submit`."""
         if self._threads and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ValueError(
                 "submit under torch.autocast, which the thread that decodes does not see; cast the models "
@@ -452,24 +459,26 @@ class Slots:
         if due if check is None else check:
             self._engine.follow()
             self._checked = time.monotonic()
-        requested = options | {"return_dict_in_generate": True}
+        requested = {**options, "return_dict_in_generate": True}
         request = self._engine.read_rows(input_ids, attention_mask, self._engine.split(requested))
         if len(request.rows) > 1:
             raise ValueError(f"input_ids has {len(request.rows)} rows: submit takes one; submit each.")
-        (handle,) = self.enqueue([request], self._engine.version())
-        return handle
+        return request
 
     def enqueue(
         self,
         requests: Sequence[Request],
-        version: Version,
+        version: Version | None = None,
         listen: Callable[[int, RowDelta | None], None] | None = None,
     ) -> list[Handle]:
-        """Queue requests of one row each; ``listen`` gets their numbers and deltas."""
-        handles = []
+        """Queue requests of one row each, all or none; ``listen`` gets their numbers and deltas.
+
+        ``version``: of the models; None: as they are now.
+        """
+        handles, models = [], version or self._engine.version()
         for number, request in enumerate(requests):
             own = None if listen is None else partial(listen, number)
-            handles.append(Handle(request, version, self, own))
+            handles.append(Handle(request, models, self, own))
         with self._lock:
             if self._queue is not None and self.waiting + len(handles) > self._queue:
                 raise QueueFull(f"{self.waiting} requests wait, queue={self._queue}; submit again later.")
