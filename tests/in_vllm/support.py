@@ -10,6 +10,8 @@ from replay import Replay
 
 FOLDER = Path(tempfile.mkdtemp(prefix="in_vllm_"))
 DRAFTS = pair.BLOCK - 1
+THREE = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
+DSPARK = {"sample_from_anchor": True, "markov_rank": 8}
 PAIRS = {
     "tied": {},
     "apart": {"agree": 0.0},  # drafts from all tokens, few of them accepted: each depends on the rows it read
@@ -24,9 +26,37 @@ PAIRS = {
     },
     # Windows in a part of the target's layers: several groups of pages, and untied heads.
     "groups": {"family": "ministral", "drafter": {"num_key_value_heads": 2, "head_dim": 128}},
-    "groups of two shapes": {"family": "ministral", "speculators": True},
+    "groups of two shapes": {"family": "ministral", "layout": pair.as_speculators},
+    # Of shapes and seeds that no other pair has: a third of the heads, three taps, blocks of 9.
+    "thirds": {
+        "target": {
+            "tie_word_embeddings": False,
+            "hidden_size": 384,
+            "num_attention_heads": 6,
+            "num_hidden_layers": 6,
+        },
+        "drafter": THREE | {"block_size": 9, "target_layer_ids": [1, 3, 4]},
+    },
+    "narrow": {"said": 120},
+    # Windows shorter than a page, in two of three layers.
+    "windows of 11": {
+        "drafter": THREE
+        | {
+            "num_attention_heads": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 11,
+            "is_causal": False,
+        }
+    },
+    "dspark": {"drafter": DSPARK | {"own_embedding": True, "own_head": True}, "layout": pair.as_deepspec},
+    "dspark of specforge": {"drafter": DSPARK, "layout": pair.as_specforge},
+    "dspark of speculators": {"drafter": DSPARK, "said": 120, "layout": pair.as_speculators_dspark},
     "dflash2": {"drafter": {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 16}},
 }
+
+
+FROM_THE_BLOCK = ("thirds", "dspark", "dspark of specforge", "dspark of speculators")
+"""Pairs of which no option names the number of drafts."""
 
 
 @cache
@@ -42,9 +72,18 @@ def options_of(name, drafted=True):
     folder = pair_folder(name)
     found = {"model": str(folder / "target")}
     if drafted:
-        given = {"method": "dflash", "model": str(folder / "drafter"), "num_speculative_tokens": DRAFTS}
-        found["speculative_config"] = given
+        method = "dspark" if name.startswith("dspark") else "dflash"
+        found["speculative_config"] = {"method": method, "model": str(folder / "drafter")}
+        if name not in FROM_THE_BLOCK:
+            found["speculative_config"]["num_speculative_tokens"] = DRAFTS
     return found
+
+
+def drafts_of(name):
+    """The number of tokens that an engine with `options_of` drafts."""
+    config = replay_of(name).drafter.config
+    whole = config.block_size - int(not config.sample_from_anchor)
+    return whole if name in FROM_THE_BLOCK else DRAFTS
 
 
 @cache

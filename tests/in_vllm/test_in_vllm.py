@@ -5,6 +5,7 @@ row or another tap differs from the replay's draft, though the text stays right.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,12 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import broken
+import huggingface_hub
 import numpy as np
 import pair
 import pytest
 import torch
 from engine import OPTIONS
-from support import DRAFTS, options_of, replay_of, run
+from support import DRAFTS, FROM_THE_BLOCK, drafts_of, options_of, replay_of, run
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sampling_params import StructuredOutputsParams
@@ -120,16 +122,45 @@ def test_several_answers_of_a_request():
     check_replay(counts(replay_of("tied"), drafted))
 
 
-@pytest.mark.parametrize("name", ["groups of two shapes", "groups", "tied"])
-def test_each_draft_in_float32_is_the_replays(name):
-    """Each single draft agrees; two pairs have several groups of pages, one pair speculators' layout."""
-    drafted = run(name, EXACT, dtype="float32", max_num_batched_tokens=64, max_model_len=128)
+FLOAT32 = {"dtype": "float32", "max_num_batched_tokens": 64, "max_model_len": 128}
+
+
+def check_each(name, drafted, least=100):
+    """Asserts that every draft is the replay's, and every text the float32 target's greedy one."""
+    found = [0] * 6
     for request in drafted.requests:
-        drafts, accepted, replayed, alike, tokens, same = replay_of(name).compare(request, DRAFTS)
+        own = drafts, accepted, replayed, alike, tokens, same = replay_of(name).compare(
+            request, drafts_of(name)
+        )
         assert accepted == replayed and alike == drafts and same == tokens
         text = [token for *_, gained in request["steps"] for token in gained]
         assert replay_of(name).says_greedily(request["prompt"], text, 1e-3)
-    assert sum(counts(replay_of(name), drafted)[:2]) > 100
+        found = [sum(both) for both in zip(found, own, strict=True)]
+    assert found[0] + found[1] > least
+    return found
+
+
+@pytest.mark.parametrize("name", ["thirds", "narrow", "windows of 11"])
+def test_each_draft_of_pairs_of_other_shapes(name):
+    drafts, accepted, *_ = check_each(name, run(name, EXACT, **FLOAT32))
+    assert accepted > 0.2 * drafts
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark of specforge", "dspark of speculators"])
+def test_each_draft_of_dspark(name):
+    """Each row drafts the next token, the anchor's first; no option names the number of drafts."""
+    drafted = run(name, EXACT, **FLOAT32)
+    drafts, accepted, *_, tokens, _ = check_each(name, drafted)
+    assert tokens == pair.BLOCK * drafts and accepted > 0.2 * drafts
+    plain = run(name, EXACT, drafted=False, **FLOAT32)
+    assert plain.texts == drafted.texts
+
+
+@pytest.mark.parametrize("name", ["groups of two shapes", "groups", "tied"])
+def test_each_draft_in_float32_is_the_replays(name):
+    """Each single draft agrees; two pairs have several groups of pages, one pair speculators' layout."""
+    drafted = run(name, EXACT, **FLOAT32)
+    check_each(name, drafted)
     own = [any(layer.startswith("draft_layer") for layer in group) for group in drafted.groups]
     assert own == OWN_PAGES[name]
 
@@ -270,9 +301,9 @@ def test_vllms_own_configuration_is_refused_before_a_model_loads(monkeypatch, fi
         run("tied", [], **{field: value})
 
 
-def config_of(speculative=(), **options):
-    """vLLM's own configuration for the pair "tied", with further options of its drafts."""
-    given = OPTIONS | options_of("tied") | options
+def config_of(speculative=(), name="tied", **options):
+    """vLLM's own configuration for a pair, with further options of its drafts."""
+    given = OPTIONS | options_of(name) | options
     given["speculative_config"] = given["speculative_config"] | dict(speculative)
     return EngineArgs(**given).create_engine_config()
 
@@ -282,12 +313,65 @@ def config_of(speculative=(), **options):
     [
         ("draft_tensor_parallel_size", 1), ("kv_cache_dtype", "fp8"), ("quantization", "fp8"),
         ("max_model_len", 64), ("draft_sample_method", "probabilistic"), ("rejection_sample_method", "block"),
+        ("enable_adaptive_verification", True), ("dspark_draft_topk", 4),
         ("attention_backend", "FLASH_ATTN"), ("draft_load_config", {"load_format": "auto"}),
     ],
 )  # fmt: skip
 def test_vllms_options_of_drafts_that_nothing_follows_are_refused(field, value):
+    name = "dspark" if field in ("enable_adaptive_verification", "dspark_draft_topk") else "tied"
     with pytest.raises(ValueError, match=rf"speculative_config.{field}=.* does not support it; leave it"):
-        config_of({field: value}, tensor_parallel_size=2)
+        config_of({field: value}, name, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", FROM_THE_BLOCK)
+def test_drafters_tell_the_number_of_drafts(name):
+    """By the drafter's block where no option says it; a number of the user's stays."""
+    found = EngineArgs(**(OPTIONS | options_of(name))).create_engine_config()
+    told = found.speculative_config
+    assert (told.method, told.num_speculative_tokens) == ("dflash", drafts_of(name))
+    assert found.parallel_config.worker_cls == plugin.WORKER
+    assert config_of({"num_speculative_tokens": 3}, name).speculative_config.num_speculative_tokens == 3
+    with pytest.raises(ValueError, match="num_speculative_tokens=10: this drafter drafts 1 to"):
+        config_of({"num_speculative_tokens": 10}, name)
+
+
+def test_flags_and_paths_tell_the_method_and_the_number_too(tmp_path):
+    drafter = tmp_path / "a-dflash-drafter"
+    drafter.symlink_to(options_of("thirds")["speculative_config"]["model"])
+    model = {"model": options_of("thirds", drafted=False)["model"]}
+    for given in ({"spec_model": str(drafter)}, {"speculative_config": {"model": str(drafter)}}):
+        told = EngineArgs(**(OPTIONS | model | given)).create_engine_config().speculative_config
+        assert (told.method, told.num_speculative_tokens) == ("dflash", 8)
+
+
+def test_the_number_of_drafts_is_no_matter_of_ours_for_other_targets(monkeypatch):
+    """vLLM's own words, for a target in JAX."""
+    monkeypatch.setenv("MODEL_IMPL_TYPE", "flax_nnx")
+    with pytest.raises(ValueError, match="`num_speculative_tokens` was not provided"):
+        EngineArgs(**(OPTIONS | options_of("thirds"))).create_engine_config()
+
+
+@pytest.mark.parametrize("name", ["groups of two shapes", "dspark of speculators"])
+def test_a_model_in_the_layout_of_speculators_finds_its_target_and_itself(name, tmp_path, monkeypatch):
+    """vLLM takes the target's hub id from the drafter's config; no other option is needed."""
+    folder = tmp_path / "models--them--target"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / ("0" * 40)).symlink_to(options_of(name)["model"])
+    drafter = tmp_path / "drafter"
+    shutil.copytree(options_of(name)["speculative_config"]["model"], drafter)
+
+    def renamed(config):
+        config["speculators_config"]["verifier"]["name_or_path"] = "them/target"
+        return config
+
+    pair.rewrite(drafter, renamed)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    found = EngineArgs(**OPTIONS, model=str(drafter)).create_engine_config()
+    assert found.model_config.model == "them/target" and found.speculative_config.model == str(drafter)
+    assert found.speculative_config.num_speculative_tokens == drafts_of(name)
+    assert found.parallel_config.worker_cls == plugin.WORKER
 
 
 def test_an_unknown_release_may_be_tried_or_run_without_the_plug_in(monkeypatch):

@@ -16,12 +16,21 @@ Attend = Callable[[Any, Tensor, Tensor, Tensor, float], Tensor]
 """``(attention layer, query [B, Q, W, D], key [B, G, W, D], value, scale) -> [B, W, Q, D]``."""
 
 
-def check_drafts(config: Any, drafts: int) -> None:
-    """Raise ``ValueError`` if a drafter of this config was not trained to draft so many tokens at once."""
+def most_drafts(config: Any) -> int:
+    """The tokens that a drafter of this config was trained to draft at once.
+
+    Raises:
+        ValueError: the config is of no DFlash, DFlash2 or DSpark drafter.
+    """
     if not isinstance(config, DFlashConfig):
         kind = type(config).__name__
-        raise ValueError(f"method='dflash' with a drafter of {kind}: pass a DFlash or DFlash2 drafter.")
-    most = config.block_size - int(not config.sample_from_anchor)
+        raise ValueError(f"a drafter of {kind}: pass a DFlash, DFlash2 or DSpark drafter.")
+    return config.block_size - int(not config.sample_from_anchor)
+
+
+def check_drafts(config: Any, drafts: int) -> None:
+    """Raise ``ValueError`` if a drafter of this config was not trained to draft so many tokens at once."""
+    most = most_drafts(config)
     if not 1 <= drafts <= most:
         raise ValueError(
             f"num_speculative_tokens={drafts}: this drafter drafts 1 to {most} tokens at once "

@@ -14,7 +14,8 @@ _DEFAULTS = (
     ("speculative_config", "draft_sample_method", "greedy"),
     ("speculative_config", "rejection_sample_method", "standard"),
     ("speculative_config", "kv_cache_dtype quantization max_model_len attention_backend", None),
-    ("speculative_config", "draft_load_config num_speculative_tokens_per_batch_size", None),
+    ("speculative_config", "draft_load_config num_speculative_tokens_per_batch_size dspark_draft_topk", None),
+    ("speculative_config", "enable_adaptive_verification", False),
 )
 """Options of which one value alone is tested, or is followed at all."""
 FIELDS = {
@@ -33,14 +34,8 @@ def refuse(vllm_config: Any) -> None:
 
 
 def _found(vllm_config: Any):
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    model = vllm_config.model_config
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if speculative.method == "dspark":
-        yield (
-            "speculative_config.method",
-            "dspark",
-            "pass a DFlash drafter and 'dflash'; tpu-inference would build an EAGLE-3 proposer",
-        )
     ranks = ("speculative_config", "draft_tensor_parallel_size", getattr(parallel, "tensor_parallel_size", 1))
     for part, names, followed in (*_DEFAULTS, ranks):
         for name in names.split():
