@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 ROWS_AT_ONCE = 512
-"""Context rows per turn of the loop: they bound a pass's memory besides the pages."""
+"""Context rows of each request per turn of the loop: they bound a pass's memory besides the pages."""
+REQUESTS_AT_ONCE = 8
+"""Requests per loop, which turns as often as the longest of them needs."""
 
 
 def write_rows(
@@ -33,6 +36,26 @@ def write_rows(
         both = both.reshape(len(both), -1)
         both = jnp.pad(both, [(0, 0), (0, math.prod(shape) - both.shape[1])])
     return pages.at[page, row].set(both.reshape(-1, *shape).astype(pages.dtype), mode="drop")
+
+
+def attend_in_turn(
+    query: Array, key: Array, value: Array, pages: Array, table: Array, length: Array, **options: Any
+) -> Float[Array, "B W Q D"]:
+    """`attend_block` of `REQUESTS_AT_ONCE` after `REQUESTS_AT_ONCE` requests; B is a power of two.
+
+    Requests of like lengths should be neighbours: each reads as much as the longest beside it.
+    """
+    each = min(len(length), REQUESTS_AT_ONCE)
+    parts = [one.reshape(-1, each, *one.shape[1:]) for one in (query, key, value, table, length)]
+
+    def attend(part: list[Array]) -> Array:
+        *own, table, length = part
+        return attend_block(*own, pages, table, length, **options)
+
+    if len(parts[0]) == 1:
+        return attend([one[0] for one in parts])
+    out = jax.lax.map(attend, parts)
+    return out.reshape(-1, *out.shape[2:])
 
 
 def attend_block(

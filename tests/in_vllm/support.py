@@ -81,14 +81,16 @@ def options_of(name, drafted=True):
 
 def drafts_of(name):
     """The number of tokens that an engine with `options_of` drafts."""
-    config = replay_of(name).drafter.config
-    whole = config.block_size - int(not config.sample_from_anchor)
-    return whole if name in FROM_THE_BLOCK else DRAFTS
+    return replay_of(name).drafts
 
 
 @cache
 def replay_of(name):
-    return Replay(pair_folder(name) / "target", pair_folder(name) / "drafter")
+    found = Replay(pair_folder(name) / "target", pair_folder(name) / "drafter")
+    config = found.drafter.config
+    whole = config.block_size - int(not config.sample_from_anchor)
+    found.drafts = whole if name in FROM_THE_BLOCK else DRAFTS
+    return found
 
 
 _known = {}

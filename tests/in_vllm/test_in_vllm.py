@@ -26,6 +26,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from jax_bridge.vllm.patches import mask_rows
 from jax_bridge.vllm.proposer import Proposer
+from jax_bridge.vllm.steps import Steps, rows_for
 from jax_bridge.vllm.worker import Runner, Worker
 from torch_dflash.integrations.vllm import plugin
 
@@ -61,7 +62,7 @@ def check_texts(replay, batches, plain, drafted):
 
 def counts(replay, answer, chosen=lambda request: True):
     """Sums of `Replay.compare` over the requests that are ``chosen``."""
-    found = [replay.compare(request, DRAFTS) for request in answer.requests if chosen(request)]
+    found = [replay.compare(request, replay.drafts) for request in answer.requests if chosen(request)]
     return [sum(column) for column in zip([0] * 6, *found, strict=True)]
 
 
@@ -233,6 +234,7 @@ BROKEN_PAIR = {
     "head_dim_by_division": "groups",  # the one pair whose quotient is another
     "rejected_rows_kept_as_context": "apart",
     "block_that_is_causal": "apart",
+    "anchor_row_that_drafts_nothing": "dspark",
 }
 
 
@@ -248,20 +250,31 @@ def test_drafts_from_all_tokens():
 
 def watch_pages(patch):
     """Collects rows of the drafter's pages that a step changed and must not write."""
-    propose, strange = Proposer.propose, []
+    prepare, propose = Proposer.prepare_inputs, Proposer.propose
+    strange, step = [], []
 
-    def watching(self, kv_caches, target_hidden_states, **named):
-        table, (_, starts, at) = self.runner.input_batch.block_table, map(np.asarray, target_hidden_states)
-        owner = np.searchsorted(starts[1:], np.arange(len(at)), side="right")
-        before = {index: np.array(kv_caches[index]) for _, index in self.places()}
-        kept, drafts = propose(self, kv_caches=kv_caches, target_hidden_states=target_hidden_states, **named)
-        for group, index in self.places():
-            rows, size = table[group].get_cpu_tensor(), before[index].shape[1]
-            may = {(rows[owner[k], p // size], p % size) for k, p in enumerate(at) if p >= 0}
-            differ = (np.array(kept[index]) != before[index]).reshape(*before[index].shape[:2], -1).any(-1)
-            strange.extend(set(map(tuple, np.argwhere(differ))) - may)
+    def preparing(self, metadata, *args):
+        *_, rejected, live = args
+        starts, lengths, rejected = map(np.asarray, (metadata.query_start_loc, metadata.seq_lens, rejected))
+        table, size = self.runner.input_batch.block_table, self.runner.cache_config.block_size
+        before = {index: np.array(self.runner.kv_caches[index]) for _, index in self.places()}
+        may = {index: set() for index in before}
+        for request in range(int(np.asarray(live)[0])):
+            ends = lengths[request], lengths[request] - rejected[request]
+            for p in range(ends[0] - (starts[request + 1] - starts[request]), ends[1]):
+                for group, index in self.places():
+                    may[index].add((table[group].get_cpu_tensor()[request, p // size], p % size))
+        step[:] = before, may
+        return prepare(self, metadata, *args)
+
+    def watching(self, **named):
+        kept, drafts = propose(self, **named)
+        for index, before in step[0].items():
+            differ = (np.array(kept[index]) != before).reshape(*before.shape[:2], -1).any(-1)
+            strange.extend(set(map(tuple, np.argwhere(differ))) - step[1][index])
         return kept, drafts
 
+    patch.setattr(Proposer, "prepare_inputs", preparing)
     patch.setattr(Proposer, "propose", watching)
     return strange
 
@@ -277,7 +290,39 @@ def test_rows_of_a_block_are_never_written(monkeypatch, written):
     assert bool(strange) == written
 
 
-@pytest.mark.parametrize("what", sorted(broken.ALL.keys() - {"block_rows_written"}))
+@pytest.mark.parametrize("broke", [False, True])
+def test_a_step_pays_for_requests_that_live(monkeypatch, broke):
+    """It drafts for the next power of two of rows, and rows of no request read no page."""
+    if broke:
+        broken.ALL["dead_rows_with_a_length"](monkeypatch)
+    draft, sizes, dead = Steps.draft_step, [], []
+    propose = Proposer.propose
+
+    def watching(self, attn_metadata, **named):
+        live = self.runner.input_batch.num_reqs
+        lengths = np.asarray(attn_metadata.seq_lens)
+        dead.append(lengths[live:].any())
+        assert lengths[:live].all()
+        kept, drafts = propose(self, attn_metadata=attn_metadata, **named)
+        assert drafts.shape == (len(lengths), DRAFTS) and not np.asarray(drafts)[rows_for(live) :].any()
+        return kept, drafts
+
+    def counted(self, *args, rows, **named):
+        sizes.append(rows)
+        return draft(self, *args, rows=rows, **named)
+
+    monkeypatch.setattr(Steps, "draft_step", counted)
+    monkeypatch.setattr(Proposer, "propose", watching)
+    run("tied", [batch(PROMPTS[:11], max_tokens=6)], keep=False, max_num_seqs=16)
+    assert any(dead) == broke
+    assert set(sizes) <= {1, 2, 4, 8, 16} and 16 in sizes and len(sizes) == len(set(sizes))
+
+
+UNSEEN = {"block_rows_written", "dead_rows_with_a_length"}
+"""What the replay cannot see; tests of their own do."""
+
+
+@pytest.mark.parametrize("what", sorted(broken.ALL.keys() - UNSEEN))
 def test_what_is_broken_on_purpose_is_noticed(monkeypatch, what):
     name = BROKEN_PAIR.get(what, "tied")
     broken.ALL[what](monkeypatch)
