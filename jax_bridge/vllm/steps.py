@@ -15,7 +15,7 @@ import torch
 import torchax
 from torchax.interop import jax_view, torch_view
 
-from jax_bridge.vllm.pages import attend_in_turn, write_rows
+from jax_bridge.vllm.pages import as_rows, attend_in_turn, write_rows
 from torch_dflash.integrations.vllm.drafter import PagedDrafter
 
 Places = tuple[tuple[int, int], ...]
@@ -47,27 +47,25 @@ class Steps:
         prefilling, *, places: Places,
     ):  # fmt: skip
         """(Pages with keys and values of the accepted rows, anchors [S], accepted lengths [S])."""
-        rows, requests, pages = features[0].shape[0], lengths.shape[0], dict(pages)
+        rows, requests = features[0].shape[0], lengths.shape[0]
         starts = jnp.where(jnp.arange(requests + 1) <= live, starts, starts[live[0]])
         alive = jnp.arange(requests) < live
         accepted = jnp.where(alive, starts[1:] - starts[:-1] - rejected, 0)
         lengths = jnp.where(alive, lengths - rejected, 0)
-        found = jnp.searchsorted(starts[1:], jnp.arange(rows), side="right")
-        owner = jnp.minimum(found, requests - 1)
-        within = jnp.arange(rows) - starts[owner]
-        at = lengths[owner] - accepted[owner] + within
+        owner = jnp.minimum(jnp.searchsorted(starts[1:], jnp.arange(rows), side="right"), requests - 1)
+        first = lengths - accepted
         # Rows of rejected drafts and of padding have no place in the context.
-        at = jnp.where((within < accepted[owner]) & (jnp.arange(rows) < starts[-1]), at, -1)
+        at = jnp.maximum(first[owner] + jnp.arange(rows) - starts[owner], 0)
+        new = []
 
         def write(layer, key, value):
             group, index = places[layer]
-            size, beyond = pages[index].shape[1], pages[index].shape[0]
-            page = jnp.where(at >= 0, tables[group][owner, jnp.maximum(at, 0) // size], beyond)
-            new = self._repeated(jax_view(key), 1), self._repeated(jax_view(value), 1)
-            pages[index] = write_rows(pages[index], *new, page, at % size, self.width)
+            heads = self._repeated(jax_view(key), 1), self._repeated(jax_view(value), 1)
+            new.append((index, group, as_rows(*heads, pages[index], self.width)))
 
         context = self._call(weights, "project", torch_view(jnp.concatenate(features, axis=-1)))
-        self._call(weights, "remember", context, torch_view(jnp.maximum(at, 0)), write)
+        self._call(weights, "remember", context, torch_view(at), write)
+        pages = write_rows(pages, new, tables, starts[:-1], first, accepted)
         return pages, jnp.where(prefilling.astype(bool), following, sampled), lengths
 
     def draft_step(self, weights, target, pages, tables, anchors, lengths, *, places: Places, rows: int):

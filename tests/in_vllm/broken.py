@@ -129,6 +129,16 @@ def context_not_written(write):
     return lambda pages, *rest: pages
 
 
+@replaces(steps, "write_rows")
+def first_row_of_a_window_left_as_it_was(write):
+    def shorter(pages, new, tables, source, first, count):
+        kept = first % 16 != 0
+        first, source = (jnp.where(kept, one, one + 1) for one in (first, source))
+        return write(pages, new, tables, source, first, jnp.where(kept, count, jnp.maximum(count - 1, 0)))
+
+    return shorter
+
+
 @replaces(Proposer, "__init__")
 def head_dim_by_division(init):
     def divided(self, *args):

@@ -12,7 +12,8 @@ import pytest
 from interpreted import on_cpu
 from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
 
-from jax_bridge.vllm.pages import attend_block, write_rows
+from jax_bridge.vllm import pages as pages_of_ours
+from jax_bridge.vllm.pages import as_rows, attend_block, attend_in_turn, write_rows
 
 HEADS, GROUPS, DIM, PAGE, COUNT, BLOCK = 4, 2, 128, 16, 8, 6
 LENGTHS = [21, 9]  # rows of context of two requests
@@ -51,12 +52,18 @@ def by_kernel():
     return filled(kernel.ragged_paged_attention)
 
 
-def test_pages_hold_rows_where_the_kernel_puts_them(by_kernel):
-    pages = jnp.zeros_like(by_kernel[1])
-    at = jnp.tile(jnp.arange(21), 2)
-    page = TABLE[jnp.repeat(jnp.arange(2), 21), at // PAGE]
-    ours = write_rows(pages, rows(1, 42, GROUPS), rows(2, 42, GROUPS), page, at % PAGE, DIM)
-    np.testing.assert_array_equal(ours, by_kernel[1])
+@pytest.mark.parametrize("parts", [[21], [16, 5], [1, 2, 14, 4]])
+def test_pages_hold_rows_where_the_kernel_puts_them(by_kernel, parts):
+    """Two prompts at once, written whole or in parts that begin and end within a page."""
+    pages, done = {3: jnp.zeros_like(by_kernel[1])}, 0
+    key, value = (rows(seed, 42, GROUPS).reshape(2, 21, GROUPS, DIM) for seed in (1, 2))
+    for count in parts:
+        own = (one[:, done : done + count].reshape(2 * count, GROUPS, DIM) for one in (key, value))
+        new = [(3, 1, as_rows(*own, pages[3], DIM))]
+        begun, written = jnp.array([0, count]), jnp.array([count, count])
+        pages = write_rows(pages, new, {1: TABLE}, begun, jnp.array([done, done]), written)
+        done += count
+    np.testing.assert_array_equal(pages[3], by_kernel[1])
 
 
 def test_what_stands_in_for_the_kernel_is_equal(by_kernel):
@@ -76,3 +83,12 @@ def test_a_block_attends_as_in_the_kernel(by_kernel, length):
     query, key, value = (one.reshape(2, BLOCK, -1, DIM).swapaxes(1, 2) for one in (query, key, value))
     ours = attend_block(query, key, value, by_kernel[1], TABLE, jnp.array(before), scale=SCALE, width=DIM)
     np.testing.assert_allclose(ours, theirs.reshape(ours.shape), atol=1e-5)
+
+
+def test_requests_in_turn_attend_as_all_at_once(by_kernel, monkeypatch):
+    monkeypatch.setattr(pages_of_ours, "REQUESTS_AT_ONCE", 1)
+    given = [rows(seed, 2 * BLOCK, heads).reshape(2, BLOCK, -1, DIM).swapaxes(1, 2)
+             for seed, heads in ((4, HEADS), (5, GROUPS), (6, GROUPS))]  # fmt: skip
+    given += [by_kernel[1], TABLE, jnp.array([21, 3])]
+    found = [function(*given, scale=SCALE, width=DIM) for function in (attend_block, attend_in_turn)]
+    np.testing.assert_allclose(*found, atol=1e-6)
