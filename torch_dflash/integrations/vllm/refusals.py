@@ -26,6 +26,26 @@ FIELDS = {
 }
 """Fields of a request that would end the engine, or be answered as the server's own fault."""
 
+_STATE = "a state of the target that rejected drafts have changed"
+_IMAGES = "images in the target's config"
+_LATENT = "latent attention in the target"
+_NO_CLASS = "no class in vLLM 0.32 that hands out layers"
+FAMILIES = {
+    **dict.fromkeys(("gpt_oss", "laguna", "llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe")),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"), _STATE),
+    **dict.fromkeys(("gemma4", "gemma4:moe", "gemma4_unified", "muse_glimmer"), _IMAGES),
+    **dict.fromkeys(("kimi_k25", "mistral3:mistral4"), _LATENT),
+    **dict.fromkeys(("beam", "mellum"), _NO_CLASS),
+}
+"""Why the plug-in refuses targets of a family of published pairs; None: it takes them."""
+
+
+def refused_pair(pair: Any) -> str | None:
+    """Why the plug-in refuses a `torch_dflash.published.rows.Checkpoint`; None: it does not."""
+    if pair.foreign is not None:
+        return f"a drafter {pair.foreign}"
+    return pair.refused_for or FAMILIES.get(pair.family, "a target of a family that was not compared")
+
 
 def refuse(vllm_config: Any) -> None:
     """Raise ``ValueError`` for the first field of a vLLM configuration that is not supported."""
@@ -49,7 +69,7 @@ def _found(vllm_config: Any):
         yield "lora_config", "given", "start without --enable-lora"
     for name, why in (
         ("use_mla", "latent attention"),
-        ("is_hybrid", "linear-attention layers"),
+        ("is_hybrid", "linear attention or convolutions, whose state keeps rejected drafts,"),
         ("uses_mrope", "positions of several axes"),
     ):
         if getattr(model, name, False):
