@@ -167,7 +167,7 @@ def main() -> None:
         ratio = round(moved / own["engine_of_one_bytes"], 4)
         found[str(live)] = {"bytes": moved, "context_bytes": context, "engines_of_one": ratio}
     own["live"] = found
-    with patch.object(paging, "REQUESTS_AT_ONCE", options.seqs):
+    with patch.object(stepping, "attend_in_turn", paging.attend_block):
         own["before_bytes"] = measure("before", pair, pair.draft(rows_for(options.seqs)), turns)
     own |= {
         "written_tokens": tokens,

@@ -19,8 +19,6 @@ ROWS_AT_ONCE = 512
 """Context rows of each request per turn of the loop: they bound a pass's memory besides the pages."""
 ROWS_WRITTEN = 16
 """Rows of a window that is written at once, of new rows and old."""
-REQUESTS_AT_ONCE = 8
-"""Requests per loop, which turns as often as the longest of them needs."""
 
 
 def as_rows(
@@ -82,21 +80,18 @@ def write_rows(
 def attend_in_turn(
     query: Array, key: Array, value: Array, pages: Array, table: Array, length: Array, **options: Any
 ) -> Float[Array, "B W Q D"]:
-    """`attend_block` of `REQUESTS_AT_ONCE` after `REQUESTS_AT_ONCE` requests; B is a power of two.
+    """`attend_block` of one request after another: each reads its own context, and no row without one.
 
-    Requests of like lengths should be neighbours: each reads as much as the longest beside it.
+    Of several requests at once a TPU's compiler would gather from a copy of the pages in another layout.
     """
-    each = min(len(length), REQUESTS_AT_ONCE)
-    parts = [one.reshape(-1, each, *one.shape[1:]) for one in (query, key, value, table, length)]
-
-    def attend(part: list[Array]) -> Array:
-        query, key, value, table, length = part
+    if len(length) == 1:
         return attend_block(query, key, value, pages, table, length, **options)
 
-    if len(parts[0]) == 1:
-        return attend([one[0] for one in parts])
-    out = jax.lax.map(attend, parts)
-    return out.reshape(-1, *out.shape[2:])
+    def attend(part: list[Array]) -> Array:
+        query, key, value, table, length = (one[None] for one in part)
+        return attend_block(query, key, value, pages, table, length, **options)[0]
+
+    return jax.lax.map(attend, [query, key, value, table, length])
 
 
 def attend_block(

@@ -69,12 +69,10 @@ class Steps:
         return pages, jnp.where(prefilling.astype(bool), following, sampled), lengths
 
     def draft_step(self, weights, target, pages, tables, anchors, lengths, *, places: Places, rows: int):
-        """Drafts [S, K] of the first ``rows`` requests, longest first; zeros for the others."""
+        """Drafts [S, K] of the first ``rows`` requests; zeros for the others."""
         requests = len(lengths)
-        first = partial(_first, rows=rows)
-        order = jnp.argsort(-first(lengths))  # requests of like lengths are read together
-        anchors, lengths = first(anchors)[order], first(lengths)[order]
-        tables = {group: first(table)[order] for group, table in tables.items()}
+        anchors, lengths = _first(anchors, rows), _first(lengths, rows)
+        tables = {group: _first(table, rows) for group, table in tables.items()}
 
         def attend(attention, query, key, value, scale):
             group, index = places[attention.index]
@@ -96,10 +94,7 @@ class Steps:
 
         embed, head = partial(self.embed, target), partial(self.head, target)
         drafts = self._call(weights, "draft", *torch_view((anchors, lengths)), attend, embed, head)
-        drafts = (
-            jnp.zeros((rows, drafts.shape[1]), jnp.int32).at[order].set(jax_view(drafts).astype(jnp.int32))
-        )
-        return _first(drafts, requests)
+        return _first(jax_view(drafts).astype(jnp.int32), requests)
 
     def _repeated(self, rows: jax.Array, axis: int) -> jax.Array:
         """Keys or values with each head repeated to the number of ``groups``."""

@@ -5,7 +5,7 @@ import torch
 from torchax.interop import torch_view
 from tpu_inference.utils import get_padded_head_dim
 
-from jax_bridge.vllm import pages, proposer, steps, worker
+from jax_bridge.vllm import proposer, steps, worker
 from jax_bridge.vllm.proposer import Proposer
 from jax_bridge.vllm.steps import Steps
 from torch_dflash.integrations.vllm.drafter import PagedDrafter
@@ -63,7 +63,7 @@ def anchor_row_that_drafts_nothing(init):
     return silent
 
 
-@replaces(pages, "attend_block")
+@replaces(steps, "attend_in_turn")
 def rejected_rows_kept_as_context(attend):
     def longer(query, key, value, pages, table, length, **options):
         return attend(query, key, value, pages, table, length + 1, **options)
@@ -71,17 +71,17 @@ def rejected_rows_kept_as_context(attend):
     return longer
 
 
-@replaces(pages, "attend_block")
+@replaces(steps, "attend_in_turn")
 def window_left_out(attend):
     return lambda *args, **options: attend(*args, **(options | {"window": None}))
 
 
-@replaces(pages, "attend_block")
+@replaces(steps, "attend_in_turn")
 def block_that_is_causal(attend):
     return lambda *args, **options: attend(*args, **(options | {"causal": True}))
 
 
-@replaces(pages, "attend_block")
+@replaces(steps, "attend_in_turn")
 def pages_of_the_request_beside(attend):
     def shifted(query, key, value, pages, table, *rest, **options):
         return attend(query, key, value, pages, jnp.roll(table, 1, axis=0), *rest, **options)

@@ -37,6 +37,8 @@ PAIRS = {
         },
         "drafter": THREE | {"block_size": 9, "target_layer_ids": [1, 3, 4]},
     },
+    # tpu-inference has another attention kernel for a target's heads of 64, and other pages.
+    "heads of 64": {"target": {"head_dim": 64}, "drafter": {"head_dim": 128}},
     "narrow": {"said": 120},
     # Windows shorter than a page, in two of three layers.
     "windows of 11": {

@@ -141,7 +141,7 @@ def check_each(name, drafted, least=100):
     return found
 
 
-@pytest.mark.parametrize("name", ["thirds", "narrow", "windows of 11"])
+@pytest.mark.parametrize("name", ["thirds", "narrow", "windows of 11", "heads of 64"])
 def test_each_draft_of_pairs_of_other_shapes(name):
     drafts, accepted, *_ = check_each(name, run(name, EXACT, **FLOAT32))
     assert accepted > 0.2 * drafts
@@ -366,6 +366,15 @@ def test_vllms_options_of_drafts_that_nothing_follows_are_refused(field, value):
     name = "dspark" if field in ("enable_adaptive_verification", "dspark_draft_topk") else "tied"
     with pytest.raises(ValueError, match=rf"speculative_config.{field}=.* does not support it; leave it"):
         config_of({field: value}, name, tensor_parallel_size=2)
+
+
+def test_a_target_whose_class_hands_out_no_layers_is_refused(tmp_path):
+    """Before a model loads; tpu-inference would say so after it has loaded one."""
+    options = options_of("tied")
+    shutil.copytree(options["model"], tmp_path / "target")
+    pair.rewrite(tmp_path / "target", lambda config: config | {"architectures": ["StableLmForCausalLM"]})
+    with pytest.raises(ValueError, match="architectures=.'StableLmForCausalLM'.* hands out no layers"):
+        EngineArgs(**(OPTIONS | options | {"model": str(tmp_path / "target")})).create_engine_config()
 
 
 @pytest.mark.parametrize("name", FROM_THE_BLOCK)

@@ -1,5 +1,6 @@
 """Configurations of vLLM that our drafter was never tested with. Each is refused before a model loads."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
@@ -83,3 +84,12 @@ def _found(vllm_config: Any):
         yield "additional_config['enable_continue_decode']", True, "leave it out"
     if getattr(model, "max_logprobs", 0) < 0:
         yield "model_config.max_logprobs", model.max_logprobs, "pass a number: -1 ends the engine"
+    if hasattr(model, "registry") and not _hands_out_layers(model):
+        fix = "its class in vLLM hands out no layers, so such targets decode without drafting"
+        yield "model_config.architectures", model.architectures, fix
+
+
+def _hands_out_layers(model: Any) -> bool:
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    return supports_eagle3(model.registry.resolve_model_cls(model.architectures, model)[0])
