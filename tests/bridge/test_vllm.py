@@ -19,7 +19,7 @@ from jax_bridge.vllm.pages import ROWS_AT_ONCE, as_rows, attend_block, attend_in
 from jax_bridge.vllm.patches import of_each_temperature
 from jax_bridge.vllm.steps import rows_for
 from torch_dflash.integrations.vllm import plugin
-from torch_dflash.integrations.vllm.drafter import PagedDrafter
+from torch_dflash.integrations.vllm.drafter import PagedDrafter, check_logits
 from torch_dflash.integrations.vllm.refusals import refuse
 from torch_dflash.ops.attention import KeyValue, grouped_attention, visible
 
@@ -38,7 +38,7 @@ def config(**changed):
                 model_arch_config=SimpleNamespace(architectures=["DFlash2DraftModel"]),
             ),
         },
-        "model_config": {"use_mla": False, "is_hybrid": False, "uses_mrope": False},
+        "model_config": {"use_mla": False, "is_hybrid": False, "uses_mrope": False, "hf_text_config": None},
         "parallel_config": {"pipeline_parallel_size": 1, "worker_cls": "theirs"},
         "cache_config": {"cache_dtype": "auto"},
         "sharding_config": {"total_dp_size": 1},
@@ -85,6 +85,23 @@ def test_what_was_tested_is_not():
     refuse(config(cache_config__cache_dtype="bfloat16"))
     ranks = {"parallel_config__tensor_parallel_size": 4, "speculative_config__draft_tensor_parallel_size": 4}
     refuse(config(**ranks))
+
+
+def test_targets_with_images_are_read_as_text_alone():
+    images = {"model_config__is_multimodal_model": True}
+    with pytest.raises(ValueError, match="pass --language-model-only"):
+        refuse(config(**images, model_config__multimodal_config=SimpleNamespace(language_model_only=False)))
+    refuse(config(**images, model_config__multimodal_config=SimpleNamespace(language_model_only=True)))
+
+
+@pytest.mark.parametrize("adds", ["markov_rank", "selector_rank"])
+def test_a_drafter_that_adds_to_logits_behind_the_targets_cap_is_refused(adds):
+    capped, own = SimpleNamespace(final_logit_softcapping=30.0), {"markov_rank": 0, "own_head": False}
+    with pytest.raises(ValueError, match="final_logit_softcapping=30.0 in the target: .* a head of its own"):
+        check_logits(SimpleNamespace(**own | {adds: 8}), capped)
+    check_logits(SimpleNamespace(**own), capped)
+    check_logits(SimpleNamespace(**own | {adds: 8, "own_head": True}), capped)
+    check_logits(SimpleNamespace(**own | {adds: 8}), SimpleNamespace(final_logit_softcapping=None))
 
 
 @pytest.fixture

@@ -1,8 +1,12 @@
 """Random pairs that agree half the time, of sizes that tpu-inference's page layout takes."""
 
 import json
+from copy import deepcopy
+from types import SimpleNamespace
 
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import MinistralConfig, MinistralForCausalLM, PreTrainedTokenizerFast
 
@@ -15,6 +19,32 @@ SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4,
 CLASSES = {"qwen3": "Qwen3ForCausalLM", "ministral": "MistralForCausalLM"}  # vLLM's names
 WINDOWED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}
 pairs.FAMILIES["ministral"] = (MinistralForCausalLM, MinistralConfig, WINDOWED)
+
+GEMMA = WINDOWED | {"global_head_dim": 256, "final_logit_softcapping": 30.0, "pad_token_id": 0}
+GEMMA |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+PIXELS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+FAR = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id")
+IMAGES = {
+    "gemma4": ("Gemma4", GEMMA, PIXELS | {"head_dim": 16, "position_embedding_size": 64}),
+    "gemma4_unified": ("Gemma4Unified", GEMMA, {"mm_embed_dim": 32, "mm_posemb_size": 16, "patch_size": 4}),
+}
+"""Families whose config has images: (transformers' name, fields of the text's config, of the images')."""
+
+
+def with_images(name, text, pixels):
+    """An entry of `pairs.FAMILIES`; ids of images lie outside the vocabulary."""
+    kind = getattr(transformers, f"{name}Config")
+    known = {field: VOCAB + at for at, field in enumerate(FAR) if field in kind.__dataclass_fields__}
+
+    def config(**fields):
+        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+        return kind(text_config=deepcopy(fields | text | tied), vision_config=dict(pixels), **known)
+
+    return getattr(transformers, f"{name}ForConditionalGeneration"), config, {}
+
+
+for family, (name, *fields) in IMAGES.items():
+    pairs.FAMILIES[family], CLASSES[family] = with_images(name, *fields), f"{name}ForConditionalGeneration"
 
 
 def save(folder, target=None, drafter=None, agree=8.0, family="qwen3", layout=None, scale=1.0, said=0):
@@ -29,15 +59,22 @@ def save(folder, target=None, drafter=None, agree=8.0, family="qwen3", layout=No
     model = pairs.make_target(family, 0, **(fields | (target or {})))
     own = {"mask_token_id": MASK, "block_size": BLOCK, "num_key_value_heads": 1, "head_dim": 64}
     own |= {"own_head": True, "draft_vocab_size": said} if said else {}
-    draft = pairs.make_drafter(model, 1, **(own | (drafter or {})))
+    with_text = SimpleNamespace(config=model.config.get_text_config())
+    draft = pairs.make_drafter(with_text, 1, **(own | (drafter or {})))
+    if family in IMAGES:  # they scale an embedding, which then would alone choose the next token
+        model.get_input_embeddings().weight.data /= SIZES["hidden_size"] ** 0.5
     pairs.correlate(model, draft, agree)
-    model.model.norm.weight.data *= scale
+    text_of(model).norm.weight.data *= scale
     own_tables(model, draft)
     model.to(torch.bfloat16).save_pretrained(folder / "target")
     draft.to(torch.bfloat16).save_pretrained(folder / "drafter")
     rewrite(folder / "target", lambda config: config | {"architectures": [CLASSES[family]]})
     if layout:
         rewrite(folder / "drafter", layout)
+
+
+def text_of(model):
+    return getattr(model.model, "language_model", model.model)
 
 
 @torch.no_grad()
@@ -55,6 +92,21 @@ def own_tables(model, draft):
         draft.lm_head.weight.copy_(head)
     if draft.markov_head is not None:
         draft.markov_head.markov_w2.weight.mul_(10)
+
+
+def to_fp8(folder):
+    """Put fp8 in place of a target's projections, with a scale for each block of 128 x 128."""
+    found, path = {}, folder / "model.safetensors"
+    for name, weight in load_file(path).items():
+        found[name] = weight
+        if name.endswith("_proj.weight"):
+            blocks = weight.float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            found[name] = (blocks / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+    save_file(found, path, {"format": "pt"})
+    own = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    rewrite(folder, lambda config: config | {"quantization_config": own})
 
 
 def rewrite(folder, change):

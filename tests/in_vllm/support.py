@@ -1,5 +1,6 @@
 """Pairs by name, and engines whose answers are kept for the whole run."""
 
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,9 @@ PAIRS = {
     "dspark": {"drafter": DSPARK | {"own_embedding": True, "own_head": True}, "layout": pair.as_deepspec},
     "dspark of specforge": {"drafter": DSPARK, "layout": pair.as_specforge},
     "dspark of speculators": {"drafter": DSPARK, "said": 120, "layout": pair.as_speculators_dspark},
+    # Configs with images, read as text; layers of two shapes, windows in half of them.
+    **{family: {"family": family, "scale": 12.0} for family in pair.IMAGES},
+    "fp8": {},
     "dflash2": {"drafter": {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 16}},
 }
 
@@ -67,12 +71,17 @@ def pair_folder(name):
     folder.mkdir()
     pair.save(folder, **PAIRS[name])
     pair.word_tokenizer().save_pretrained(folder / "target")
+    if name == "fp8":  # the replay reads what the file was made from
+        shutil.copytree(folder / "target", folder / "exact")
+        pair.to_fp8(folder / "target")
     return folder
 
 
 def options_of(name, drafted=True):
     folder = pair_folder(name)
     found = {"model": str(folder / "target")}
+    if name in pair.IMAGES:
+        found["language_model_only"] = True
     if drafted:
         method = "dspark" if name.startswith("dspark") else "dflash"
         found["speculative_config"] = {"method": method, "model": str(folder / "drafter")}
@@ -88,7 +97,8 @@ def drafts_of(name):
 
 @cache
 def replay_of(name):
-    found = Replay(pair_folder(name) / "target", pair_folder(name) / "drafter")
+    folder = pair_folder(name)
+    found = Replay(folder / ("exact" if name == "fp8" else "target"), folder / "drafter")
     config = found.drafter.config
     whole = config.block_size - int(not config.sample_from_anchor)
     found.drafts = whole if name in FROM_THE_BLOCK else DRAFTS

@@ -157,6 +157,26 @@ def test_each_draft_of_dspark(name):
     assert plain.texts == drafted.texts
 
 
+@pytest.mark.parametrize("name", pair.IMAGES)
+def test_each_draft_of_targets_whose_config_has_images(name):
+    """Read as text: with ``--language-model-only``, without which such a target is refused."""
+    drafted = run(name, EXACT, **FLOAT32)
+    drafts, accepted, *_ = check_each(name, drafted)
+    assert accepted > 0.2 * drafts
+    plain = run(name, EXACT, drafted=False, **FLOAT32)
+    assert plain.texts == drafted.texts
+    with pytest.raises(ValueError, match="is_multimodal_model=True.* pass --language-model-only"):
+        config_of(name=name, language_model_only=False)
+
+
+def test_a_target_in_fp8():
+    """Its greedy texts are those without drafting; no replay rounds activations as it does."""
+    plain, drafted = run("fp8", EXACT, drafted=False), run("fp8", EXACT)
+    assert plain.texts == drafted.texts
+    drafts, accepted, *_ = counts(replay_of("fp8"), drafted)
+    assert accepted > 0.2 * drafts > 10
+
+
 @pytest.mark.parametrize("name", ["groups of two shapes", "groups", "tied"])
 def test_each_draft_in_float32_is_the_replays(name):
     """Each single draft agrees; two pairs have several groups of pages, one pair speculators' layout."""

@@ -38,6 +38,26 @@ def check_drafts(config: Any, drafts: int) -> None:
         )
 
 
+def check_logits(config: Any, target: Any) -> None:
+    """Raise ``ValueError`` for a drafter that would add to logits behind the target's cap or factor.
+
+    vLLM hands out the target's logits as it samples them. The order of a row's tokens is the same there, so
+    a drafter that takes the best loses nothing.
+
+    Args:
+        config: the drafter's.
+        target: the config of the target's text.
+    """
+    adds = getattr(config, "selector_rank", 0) or config.markov_rank
+    for name in ("final_logit_softcapping", "output_multiplier", "logit_scale", "logits_scaling"):
+        value = getattr(target, name, None)
+        if adds and not config.own_head and value not in (None, 1):
+            raise ValueError(
+                f"{name}={value} in the target: this drafter scores its tokens by the target's head before "
+                "that, and vLLM has them only behind it; pass a drafter with a head of its own."
+            )
+
+
 class PagedDrafter(nn.Module):
     """The steps `project`, `remember` and `draft` of a drafter, each by its name through ``forward``.
 

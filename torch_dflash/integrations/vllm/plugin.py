@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.integrations.vllm.drafter import check_drafts, most_drafts
+from torch_dflash.integrations.vllm.drafter import check_drafts, check_logits, most_drafts
 from torch_dflash.integrations.vllm.refusals import FIELDS, refuse
 from torch_dflash.proposers.checkpoints import load_drafter_config
 
@@ -52,6 +52,7 @@ def register() -> None:
             refuse(vllm_config)
             config = drafter_config(vllm_config.speculative_config.draft_model_config)
             check_drafts(config, vllm_config.speculative_config.num_speculative_tokens)
+            check_logits(config, vllm_config.model_config.hf_text_config)
             take_over(vllm_config)
             cls.validate_request = classmethod(validate_request)
 

@@ -28,13 +28,14 @@ FIELDS = {
 """Fields of a request that would end the engine, or be answered as the server's own fault."""
 
 _STATE = "a state of the target that rejected drafts have changed"
-_IMAGES = "images in the target's config"
+_IMAGES = "a target with images that was not compared"
 _LATENT = "latent attention in the target"
 _NO_CLASS = "no class in vLLM 0.32 that hands out layers"
 FAMILIES = {
     **dict.fromkeys(("gpt_oss", "laguna", "llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe")),
+    **dict.fromkeys(("gemma4", "gemma4:moe", "gemma4_unified")),  # with --language-model-only
     **dict.fromkeys(("lfm2", "lfm2_moe", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"), _STATE),
-    **dict.fromkeys(("gemma4", "gemma4:moe", "gemma4_unified", "muse_glimmer"), _IMAGES),
+    "muse_glimmer": _IMAGES,
     **dict.fromkeys(("kimi_k25", "mistral3:mistral4"), _LATENT),
     **dict.fromkeys(("beam", "mellum"), _NO_CLASS),
 }
@@ -75,8 +76,9 @@ def _found(vllm_config: Any):
     ):
         if getattr(model, name, False):
             yield f"model_config.{name}", True, f"targets with {why} decode without drafting"
-    if getattr(model, "is_multimodal_model", False):
-        fix = "pass the checkpoint of its text model; targets with images decode without drafting"
+    images = getattr(model, "multimodal_config", None)
+    if getattr(model, "is_multimodal_model", False) and not getattr(images, "language_model_only", False):
+        fix = "pass --language-model-only; requests with images decode without drafting"
         yield "model_config.is_multimodal_model", True, fix
     if vllm_config.kv_transfer_config is not None:
         yield "kv_transfer_config", "given", "start without a KV connector"
