@@ -368,7 +368,7 @@ def test_every_shape_of_a_row_gives_back_what_was_written(shape):
 
 @pytest.mark.parametrize("size", [4, 16, 24])
 def test_only_rows_that_count_are_written(size):
-    """Of two sequences' rows side by side; the rest of each page stays as it was."""
+    """Two sequences stand side by side; the rest of each page stays as it was."""
     generator = np.random.default_rng(2)
     pages, table = jnp.ones((8, size, *SHAPES["128 wide"])), jnp.array([[3, 0, 6], [5, 1, 7]])
     rows = rows_of(generator, 11, GROUPS, DIM)
