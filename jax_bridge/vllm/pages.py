@@ -1,4 +1,4 @@
-"""Draft keys and values in vLLM's pages: written row by row, read by a block that is never written.
+"""Draft keys and values in vLLM's pages: written behind each context, read by a block that is never written.
 
 A page array is [pages, rows of a page, *row]; tpu-inference chooses the shape of ``row`` for its kernels. In
 memory order a row holds the key and then the value of each head, each padded to ``width``.
@@ -7,32 +7,91 @@ memory order a row holds the key and then the value of each head, each padded to
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 ROWS_AT_ONCE = 512
-"""Context rows per turn of the loop: they bound a pass's memory besides the pages."""
+"""Context rows of each request per turn of the loop: they bound a pass's memory besides the pages."""
+ROWS_WRITTEN = 16
+"""Rows of a window that is written at once, of new rows and old."""
 
 
-def write_rows(
-    pages: Array,
-    key: Float[Array, "R G D"],
-    value: Float[Array, "R G D"],
-    page: Int[Array, " R"],
-    row: Int[Array, " R"],
-    width: int,
-) -> Array:
-    """``pages`` with each row's key and value at (``page``, ``row``); a page beyond the last drops it."""
+def as_rows(
+    key: Float[Array, "R G D"], value: Float[Array, "R G D"], pages: Array, width: int
+) -> Float[Array, "R *row"]:
+    """Keys and values as rows of ``pages``."""
     pad = [(0, 0), (0, 0), (0, width - key.shape[-1])]
     both = jnp.concatenate([jnp.pad(key, pad), jnp.pad(value, pad)], axis=-1)
     shape = pages.shape[2:]
     if math.prod(both.shape[1:]) != math.prod(shape):  # tpu-inference aligns a row to whole words
         both = both.reshape(len(both), -1)
         both = jnp.pad(both, [(0, 0), (0, math.prod(shape) - both.shape[1])])
-    return pages.at[page, row].set(both.reshape(-1, *shape).astype(pages.dtype), mode="drop")
+    return both.reshape(-1, *shape).astype(pages.dtype)
+
+
+def write_rows(
+    pages: dict[int, Array],
+    new: Sequence[tuple[int, int, Array]],
+    tables: dict[int, Int[Array, "S P"]],
+    source: Int[Array, " S"],
+    first: Int[Array, " S"],
+    count: Int[Array, " S"],
+) -> dict[int, Array]:
+    """Page arrays with each sequence's new rows, in place if they are donated.
+
+    Args:
+        pages: arrays by index. new: (index of the array, group of the table, rows [R, *row]) of each layer.
+        tables: pages of each sequence by group, in order.
+        source: where in R a sequence's rows begin. first: the position of the first. count: their number.
+
+    A loop over windows of whole rows. A scatter would cost a TPU two copies of each array: its compiler
+    chooses another layout for the scatter than for everything else.
+    """
+    size = pages[new[0][0]].shape[1]
+    window = math.gcd(size, ROWS_WRITTEN)
+    pad = [(window, window)]
+    padded = [jnp.pad(rows, pad + [(0, 0)] * (rows.ndim - 1)) for *_, rows in new]
+    windows = jnp.where(count > 0, (first + count - 1) // window - first // window + 1, 0)
+    ends = jnp.cumsum(windows)
+
+    def turn(step: Array, pages: dict[int, Array]) -> dict[int, Array]:
+        pages = dict(pages)
+        owner = jnp.searchsorted(ends, step, side="right")
+        at = (first[owner] // window + step - ends[owner] + windows[owner]) * window
+        fresh = at + jnp.arange(window) - first[owner]
+        fresh = (fresh >= 0) & (fresh < count[owner])
+        for (index, group, _), rows in zip(new, padded, strict=True):
+            page, zeros = tables[group][owner, at // size], (0,) * (rows.ndim - 1)
+            own = jax.lax.dynamic_slice_in_dim(rows, source[owner] + at - first[owner] + window, window)
+            place, part = (page, at % size, *zeros), (1, window, *rows.shape[1:])
+            old = jax.lax.dynamic_slice(pages[index], place, part)
+            kept = jnp.where(fresh.reshape(-1, *(1,) * len(zeros)), own[None], old)
+            pages[index] = jax.lax.dynamic_update_slice(pages[index], kept, place)
+        return pages
+
+    return jax.lax.fori_loop(0, ends[-1], turn, pages)
+
+
+def attend_in_turn(
+    query: Array, key: Array, value: Array, pages: Array, table: Array, length: Array, **options: Any
+) -> Float[Array, "B W Q D"]:
+    """`attend_block` of one request after another: each reads its own context, and no row without one.
+
+    Of several requests at once a TPU's compiler would gather from a copy of the pages in another layout.
+    """
+    if len(length) == 1:
+        return attend_block(query, key, value, pages, table, length, **options)
+
+    def attend(part: list[Array]) -> Array:
+        query, key, value, table, length = (one[None] for one in part)
+        return attend_block(query, key, value, pages, table, length, **options)[0]
+
+    return jax.lax.map(attend, [query, key, value, table, length])
 
 
 def attend_block(

@@ -1,8 +1,9 @@
 """The proposer: tpu-inference's contract for DFlash, with our drafter over vLLM's own pages.
 
-`Proposer.prepare_inputs` projects the target's features; `Proposer.propose` writes the context's keys and
-values and drafts. Each is one compiled call without host reads. The proposer keeps no state of requests:
-their keys and values are in pages that vLLM's scheduler allocates, shares and frees.
+`Proposer.prepare_inputs` projects the target's features and writes the context's keys and values;
+`Proposer.propose` drafts for the requests that live. Each is one compiled call (`steps.py`) without host
+reads. The proposer keeps no state of requests: their keys and values are in pages that vLLM's scheduler
+allocates, shares and frees.
 """
 
 # pyright: reportMissingImports=false
@@ -10,13 +11,12 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
-import torchax
 from jax.sharding import NamedSharding, PartitionSpec
 from torchax.interop import jax_view, torch_view
 from torchax.ops.mappings import t2j
@@ -26,7 +26,7 @@ from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 from tpu_inference.utils import get_mesh_shape_product, get_padded_head_dim
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from jax_bridge.vllm.pages import attend_block, write_rows
+from jax_bridge.vllm.steps import Places, Steps, rows_for
 from torch_dflash.integrations.vllm.drafter import PagedDrafter, check_drafts
 from torch_dflash.proposers.checkpoints import load_drafter, load_drafter_config
 from torch_dflash.proposers.pair import check_pair
@@ -63,8 +63,7 @@ class Proposer(DFlashProposer):
             )
         self.groups, self.width = max(groups, ways), get_padded_head_dim(self.config.head_dim)
         self.cut = ways > 1 and groups % ways == 0
-        self._prepare = jax.jit(self._prepare_step)
-        self._draft = jax.jit(self._draft_step, donate_argnames=("pages",), static_argnames=("places",))
+        self.warming, self._uploaded = False, {}
 
     def load_model(self, target_model: Any) -> None:
         """Load the drafter; ``target_model`` is unused: the runner holds it."""
@@ -77,7 +76,7 @@ class Proposer(DFlashProposer):
             name: jax.device_put(t2j(tensor.detach()), NamedSharding(self.mesh, self._spec(name, tensor)))
             for name, tensor in named.items()
         }
-        self.module = module.to("meta")
+        self.steps = Steps(module.to("meta"), self.groups, self.width, self._embed, self._logits)
 
     def _spec(self, name: str, tensor: torch.Tensor) -> PartitionSpec:
         """A weight's spec: cut by heads and by columns of the MLP like the target's, or whole."""
@@ -95,8 +94,8 @@ class Proposer(DFlashProposer):
         spec = manager._create_attention_spec(size, self.groups, self.width)
         return {LAYER.format(at): spec for at in range(self.config.num_hidden_layers)}
 
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """(Group of the block table, index of the page array) of each layer of the drafter."""
+    def places(self) -> Places:
+        """The group of pages and the page array of each layer of the drafter, by its name."""
         groups = self.runner.kv_cache_config.kv_cache_groups
         names = map(LAYER.format, range(self.config.num_hidden_layers))
         return tuple(
@@ -106,6 +105,15 @@ class Proposer(DFlashProposer):
             )
             for name in names
         )
+
+    def tables(self, places: Places) -> dict[int, jax.Array]:
+        """The table of pages [S, P] of each group; only one that changed goes to the device."""
+        for group in {group for group, _ in places}:
+            now = self.runner.input_batch.block_table[group].get_cpu_tensor()
+            known, _ = self._uploaded.get(group, (None, None))
+            if known is None or not np.array_equal(known, now):
+                self._uploaded[group] = (now.copy(), self._everywhere(now.copy()))
+        return {group: self._uploaded[group][1] for group, _ in places}
 
     def prepare_inputs(
         self,
@@ -118,7 +126,11 @@ class Proposer(DFlashProposer):
         num_rejected_tokens: jax.Array,
         num_reqs_dp: jax.Array,
     ) -> tuple[Any, jax.Array, jax.Array, Any]:
-        """(context rows and their places, anchors [S], unused, metadata with accepted lengths [S])."""
+        """Write keys and values of the accepted rows to the runner's pages.
+
+        Returns:
+            None, the anchors [S], again, and the metadata with accepted lengths [S].
+        """
         given = (
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
@@ -129,8 +141,15 @@ class Proposer(DFlashProposer):
             next_prompt_token_id,
             is_in_prefill,
         )
-        context, anchors, lengths = self._prepare(self.state_leaves, *self._everywhere(given))
-        return context, anchors, anchors, replace(attn_metadata, seq_lens=lengths)
+        places, kept = self.places(), list(self.runner.kv_caches)
+        pages = {index: kept[index] for _, index in places}
+        pages, anchors, lengths = self.steps.prepare(
+            self.state_leaves, pages, self.tables(places), *self._everywhere(given), places=places
+        )
+        for index, array in pages.items():
+            kept[index] = array
+        self.runner.kv_caches = kept
+        return None, anchors, anchors, replace(attn_metadata, seq_lens=lengths)
 
     def propose(
         self,
@@ -140,85 +159,26 @@ class Proposer(DFlashProposer):
         last_token_indices: jax.Array,
         target_hidden_states: Any,
     ) -> tuple[list[jax.Array], jax.Array]:
-        """(the page arrays, drafts [S, K]); ``input_ids`` are the anchors."""
-        places = self.places()
-        block_table = self.runner.input_batch.block_table
-        tables = {group: block_table[group].get_cpu_tensor().copy() for group, _ in places}
-        pages, drafts = self._draft(
-            self.state_leaves,
-            self.runner.state_leaves,
-            {index: kv_caches[index] for _, index in places},
-            *self._everywhere((tables, input_ids, attn_metadata.seq_lens, *target_hidden_states)),
-            places=places,
-        )
-        kept = list(kv_caches)
-        for index, array in pages.items():
-            kept[index] = array
-        return kept, drafts
+        """(the page arrays as they are, drafts [S, K]); ``input_ids`` are the anchors."""
+        places, live = self.places(), self.runner.input_batch.num_reqs
+        rows = rows_for(live)
+        while True:
+            drafts = self.steps.draft(
+                self.state_leaves,
+                self.runner.state_leaves,
+                {index: kv_caches[index] for _, index in places},
+                self.tables(places),
+                *self._everywhere((input_ids, attn_metadata.seq_lens)),
+                places=places,
+                rows=rows,
+            )
+            if not self.warming or rows >= len(input_ids):
+                return kv_caches, drafts
+            rows *= 2  # the warm-up compiles the program of every number of requests
 
     def _everywhere(self, given: Any) -> Any:
         """Arrays on every chip: tpu-inference's warm-up places some differently and would compile twice."""
         return jax.device_put(given, NamedSharding(self.mesh, PartitionSpec()))
-
-    def _prepare_step(
-        self, weights, starts, lengths, rejected, live, features, sampled, following, prefilling
-    ):
-        rows, requests = features[0].shape[0], lengths.shape[0]
-        starts = jnp.where(jnp.arange(requests + 1) <= live, starts, starts[live[0]])
-        alive = jnp.arange(requests) < live
-        accepted = jnp.where(alive, starts[1:] - starts[:-1] - rejected, 0)
-        lengths = jnp.where(alive, lengths - rejected, 0)
-        owner = _owners(starts, rows)
-        within = jnp.arange(rows) - starts[owner]
-        at = lengths[owner] - accepted[owner] + within
-        # Rows of rejected drafts and of padding have no place in the context.
-        at = jnp.where((within < accepted[owner]) & (jnp.arange(rows) < starts[-1]), at, -1)
-        context = self._call(weights, "project", torch_view(jnp.concatenate(features, axis=-1)))
-        anchors = jnp.where(prefilling.astype(bool), following, sampled)
-        return (jax_view(context), starts, at), anchors, lengths
-
-    def _draft_step(self, weights, target, pages, tables, anchors, lengths, context, starts, at, *, places):
-        pages, owner = dict(pages), _owners(starts, at.shape[0])
-        tables = {group: table.reshape(lengths.shape[0], -1) for group, table in tables.items()}
-
-        def write(layer, key, value):
-            group, index = places[layer]
-            size, beyond = pages[index].shape[1], pages[index].shape[0]
-            page = jnp.where(at >= 0, tables[group][owner, jnp.maximum(at, 0) // size], beyond)
-            rows = self._repeated(jax_view(key), 1), self._repeated(jax_view(value), 1)
-            pages[index] = write_rows(pages[index], *rows, page, at % size, self.width)
-
-        def attend(attention, query, key, value, scale):
-            group, index = places[attention.index]
-            own = self._repeated(jax_view(key), 1), self._repeated(jax_view(value), 1)
-            sinks = attention.attention_sink_bias
-            return torch_view(
-                attend_block(
-                    jax_view(query),
-                    *own,
-                    pages[index],
-                    tables[group],
-                    lengths,
-                    scale=scale,
-                    width=self.width,
-                    window=attention.window,
-                    causal=attention.causal,
-                    sinks=None if sinks is None else jax_view(sinks),
-                )
-            )
-
-        self._call(weights, "remember", *torch_view((context, jnp.maximum(at, 0))), write)
-        embed, head = partial(self._embed, target), partial(self._logits, target)
-        drafts = self._call(weights, "draft", *torch_view((anchors, lengths)), attend, embed, head)
-        return pages, jax_view(drafts).astype(jnp.int32)
-
-    def _repeated(self, rows: jax.Array, axis: int) -> jax.Array:
-        """Keys or values with each head repeated to the number of ``groups``."""
-        return jnp.repeat(rows, self.groups // rows.shape[axis], axis=axis)
-
-    def _call(self, weights: Any, step: str, *args: Any) -> Any:
-        with torchax.default_env(), torch.inference_mode(False), torch.no_grad():
-            return torch.func.functional_call(self.module, torch_view(weights), (step, *args))
 
     def _embed(self, target: Any, ids: torch.Tensor) -> torch.Tensor:
         """Stored rows of the target's embedding: methods of some targets scale them."""
@@ -238,9 +198,3 @@ class Proposer(DFlashProposer):
         known = jnp.arange(logits.shape[-1]) < self.runner.model_config.get_vocab_size()
         logits = jnp.where(known, logits, -jnp.inf)
         return torch_view(logits.reshape(*rows.shape[:-1], -1))
-
-
-def _owners(starts: jax.Array, rows: int) -> jax.Array:
-    """The request [R] of each of ``rows`` rows; requests begin at ``starts`` [S + 1]."""
-    found = jnp.searchsorted(starts[1:], jnp.arange(rows), side="right")
-    return jnp.minimum(found, starts.shape[0] - 2)

@@ -77,7 +77,11 @@ class Runner(tpu_runner.TPUModelRunner):
                 before.placeholder_req_id_to_index.pop(name, None)
 
     def capture_model(self) -> None:
-        super().capture_model()
+        self.drafter.warming = True
+        try:
+            super().capture_model()
+        finally:
+            self.drafter.warming = False
         if envs.SKIP_JAX_PRECOMPILE or self.model_config.enforce_eager:
             return
         words = -(-self.vocab_size // 32)

@@ -15,10 +15,11 @@ import torch
 from support import tiny
 from transformers import DynamicCache
 
-from jax_bridge.vllm.pages import ROWS_AT_ONCE, attend_block, write_rows
+from jax_bridge.vllm.pages import ROWS_AT_ONCE, as_rows, attend_block, attend_in_turn, write_rows
 from jax_bridge.vllm.patches import of_each_temperature
+from jax_bridge.vllm.steps import rows_for
 from torch_dflash.integrations.vllm import plugin
-from torch_dflash.integrations.vllm.drafter import PagedDrafter
+from torch_dflash.integrations.vllm.drafter import PagedDrafter, check_logits
 from torch_dflash.integrations.vllm.refusals import refuse
 from torch_dflash.ops.attention import KeyValue, grouped_attention, visible
 
@@ -28,14 +29,16 @@ def config(**changed):
     parts = {
         "speculative_config": {
             "method": "dflash",
+            "num_speculative_tokens": 5,
             "num_speculative_tokens_per_batch_size": None,
             "draft_model_config": SimpleNamespace(
                 model="some/drafter",
+                revision=None,
                 hf_config=SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
                 model_arch_config=SimpleNamespace(architectures=["DFlash2DraftModel"]),
             ),
         },
-        "model_config": {"use_mla": False, "is_hybrid": False, "uses_mrope": False},
+        "model_config": {"use_mla": False, "is_hybrid": False, "uses_mrope": False, "hf_text_config": None},
         "parallel_config": {"pipeline_parallel_size": 1, "worker_cls": "theirs"},
         "cache_config": {"cache_dtype": "auto"},
         "sharding_config": {"total_dp_size": 1},
@@ -50,7 +53,8 @@ def config(**changed):
 
 
 REFUSED = {
-    "speculative_config__method": "dspark", "parallel_config__pipeline_parallel_size": 2,
+    "speculative_config__dspark_draft_topk": 4, "speculative_config__enable_adaptive_verification": True,
+    "parallel_config__pipeline_parallel_size": 2,
     "parallel_config__decode_context_parallel_size": 2, "parallel_config__prefill_context_parallel_size": 2,
     "parallel_config__data_parallel_size": 2, "sharding_config__total_dp_size": 2,
     "cache_config__cache_dtype": "fp8", "lora_config": SimpleNamespace(), "model_config__use_mla": True,
@@ -83,6 +87,28 @@ def test_what_was_tested_is_not():
     refuse(config(**ranks))
 
 
+def test_targets_with_images_are_read_as_text_alone():
+    images = {"model_config__is_multimodal_model": True}
+    images |= {"model_config__hf_config": SimpleNamespace(model_type="gemma4")}
+    with pytest.raises(ValueError, match="pass --language-model-only"):
+        refuse(config(**images, model_config__multimodal_config=SimpleNamespace(language_model_only=False)))
+    text = {"model_config__multimodal_config": SimpleNamespace(language_model_only=True)}
+    refuse(config(**images | text))
+    images |= {"model_config__hf_config": SimpleNamespace(model_type="muse_glimmer")}
+    with pytest.raises(ValueError, match=r"model_type='muse_glimmer'.* were compared"):
+        refuse(config(**images | text))
+
+
+@pytest.mark.parametrize("adds", ["markov_rank", "selector_rank"])
+def test_a_drafter_that_adds_to_logits_behind_the_targets_cap_is_refused(adds):
+    capped, own = SimpleNamespace(final_logit_softcapping=30.0), {"markov_rank": 0, "own_head": False}
+    with pytest.raises(ValueError, match="final_logit_softcapping=30.0 in the target: .* a head of its own"):
+        check_logits(SimpleNamespace(**own | {adds: 8}), capped)
+    check_logits(SimpleNamespace(**own), capped)
+    check_logits(SimpleNamespace(**own | {adds: 8, "own_head": True}), capped)
+    check_logits(SimpleNamespace(**own | {adds: 8}), SimpleNamespace(final_logit_softcapping=None))
+
+
 @pytest.fixture
 def vllm(monkeypatch):
     """vLLM with a platform that counts configurations; ``versions`` and ``impl`` may be changed."""
@@ -103,10 +129,21 @@ def vllm(monkeypatch):
             super().__init__(message)
             self.parameter = parameter
 
+    class EngineArgs:
+        load_format, speculative_config = "auto", None
+        spec_model = spec_method = spec_tokens = None
+
+        def create_speculative_config(self, target_model_config, target_parallel_config):
+            return self.speculative_config
+
     versions = {"tpu-inference": "0.32.0", "vllm-tpu": "0.32.0+local"}
-    found = SimpleNamespace(platform=Platform, refused=Refused, impl="vllm", versions=versions)
+    found = SimpleNamespace(
+        args=EngineArgs, platform=Platform, refused=Refused, impl="vllm", versions=versions
+    )
     modules = {
         "vllm": {},
+        "vllm.engine": {},
+        "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
         "vllm.platforms": {"current_platform": Platform()},
         "vllm.exceptions": {"VLLMValidationError": Refused},
         **dict.fromkeys(("tpu_inference", "tpu_inference.models", "tpu_inference.models.common"), {}),
@@ -123,6 +160,7 @@ def vllm(monkeypatch):
         return found.versions[package]
 
     monkeypatch.setattr(plugin, "version", version)
+    monkeypatch.setattr(plugin, "drafter_config", lambda named: tiny.make_pair()[1].config)
     return found
 
 
@@ -140,6 +178,43 @@ def test_a_torchax_target_with_dflash_gets_our_worker(vllm):
     drafter = given.speculative_config.draft_model_config
     assert drafter.hf_config.layer_types is None  # vLLM's own runner would refuse the drafter for this one
     assert drafter.model_arch_config.architectures == ["DFlashDraftModel"]
+
+
+def test_dspark_takes_the_way_of_dflash(vllm):
+    given = config(speculative_config__method="dspark")
+    assert checked(vllm, given) == plugin.WORKER and given.speculative_config.method == "dflash"
+
+
+DASHED = {"model": "a/DFlash-b6", "num-speculative-tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "given, impl, drafts",
+    [
+        ({"method": "dspark", "model": "some/drafter"}, "vllm", 5),
+        ({"model": "a/DFlash-b6"}, "vllm", 5),
+        (DASHED, "vllm", None),
+        ({"model": "a/DFlash-b6"}, "flax_nnx", None),
+        ({"model": "some/drafter"}, "vllm", None),
+        ({"method": "ngram"}, "vllm", None),
+        (None, "vllm", None),
+    ],
+)
+def test_the_drafters_block_tells_the_number_of_drafts(vllm, given, impl, drafts):
+    vllm.impl = impl
+    plugin.register()
+    args = vllm.args()
+    args.speculative_config = given
+    found = args.create_speculative_config(target_model_config=None, target_parallel_config=None)
+    assert (found or {}).get("num_speculative_tokens") == drafts
+    assert {name: value for name, value in (found or {}).items() if name != "num_speculative_tokens"} == (
+        given or {}
+    )
+
+
+@pytest.mark.parametrize("live, rows", [(0, 1), (1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (256, 256)])
+def test_a_program_has_a_power_of_two_of_rows(live, rows):
+    assert rows_for(live) == rows
 
 
 @pytest.mark.parametrize(
@@ -238,6 +313,13 @@ def rows_of(generator, *shape):
     return generator.standard_normal(shape).astype(np.float32)
 
 
+def written(pages, key, value, table, first, width):
+    """``pages`` with rows at ``first`` and behind, of a sequence with the pages ``table``."""
+    new = [(0, 0, as_rows(jnp.asarray(key), jnp.asarray(value), pages, width))]
+    places = (jnp.array([one]) for one in (0, first, len(key)))
+    return write_rows({0: pages}, new, {0: jnp.asarray(table)[None]}, *places)[0]
+
+
 def paged(generator, lengths, size, shape, width):
     """Context rows of each sequence [G, L, D], and the same rows in pages in any order."""
     each = -(-max(lengths) // size) + 1
@@ -246,15 +328,15 @@ def paged(generator, lengths, size, shape, width):
     contexts = []
     for own, length in zip(table, lengths, strict=True):
         key, value = rows_of(generator, length, GROUPS, DIM), rows_of(generator, length, GROUPS, DIM)
-        at = np.arange(length)
-        pages = write_rows(pages, key, value, own[at // size], at % size, width)
+        pages = written(pages, key, value, own, 0, width)
         contexts.append((key.swapaxes(0, 1), value.swapaxes(0, 1)))
     return pages, table, contexts
 
 
 @pytest.mark.parametrize("window, causal", [(None, False), (None, True), (5, False), (5, True), (700, False)])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_block_sees_its_own_pages_as_a_plain_cache(window, causal, sinks):
+@pytest.mark.parametrize("attend", [attend_block, attend_in_turn])
+def test_a_block_sees_its_own_pages_as_a_plain_cache(window, causal, sinks, attend):
     generator = np.random.default_rng(0)
     lengths, size, width = [9, 0, ROWS_AT_ONCE + 300, 1], 4, 128
     pages, table, contexts = paged(generator, lengths, size, SHAPES["128 wide"], width)
@@ -262,7 +344,7 @@ def test_a_block_sees_its_own_pages_as_a_plain_cache(window, causal, sinks):
     key, value = (rows_of(generator, len(lengths), GROUPS, BLOCK, DIM) for _ in range(2))
     sink = rows_of(generator, HEADS) if sinks else None
     found = jax.jit(
-        lambda *args: attend_block(*args, scale=0.3, width=width, window=window, causal=causal, sinks=sink)
+        lambda *args: attend(*args, scale=0.3, width=width, window=window, causal=causal, sinks=sink)
     )(query, key, value, pages, table, np.array(lengths, np.int32))
     for row, (past_key, past_value) in enumerate(contexts):
         at = torch.arange(lengths[row], lengths[row] + BLOCK)[None]
@@ -289,17 +371,27 @@ def test_every_shape_of_a_row_gives_back_what_was_written(shape):
     np.testing.assert_allclose(found[0, 0], wanted, atol=1e-5)
 
 
-def test_rows_without_a_page_are_dropped():
-    pages = jnp.ones((2, 4, *SHAPES["128 wide"]))
-    rows = jnp.full((2, GROUPS, DIM), 7.0)
-    after = write_rows(pages, rows, rows, jnp.array([2, 1]), jnp.array([0, 3]), 128)
-    assert bool((after[1, 3] == 7).any()) and bool((after.at[1, 3].set(1) == 1).all())
+@pytest.mark.parametrize("size", [4, 16, 24])
+def test_only_rows_that_count_are_written(size):
+    """Two sequences stand side by side; the rest of each page stays as it was."""
+    generator = np.random.default_rng(2)
+    pages, table = jnp.ones((8, size, *SHAPES["128 wide"])), jnp.array([[3, 0, 6], [5, 1, 7]])
+    rows = rows_of(generator, 11, GROUPS, DIM)
+    new = [(0, 0, as_rows(jnp.asarray(rows), jnp.asarray(rows), pages, 128))]
+    source, first, count = jnp.array([0, 6]), jnp.array([size - 2, 1]), jnp.array([4, 3])
+    after = write_rows({0: pages}, new, {0: table}, source, first, count)[0]
+    expected = np.array(pages)
+    for sequence in range(2):
+        for row in range(int(count[sequence])):
+            at = int(first[sequence]) + row
+            expected[table[sequence, at // size], at % size] = new[0][2][int(source[sequence]) + row]
+    np.testing.assert_array_equal(after, expected)
 
 
 def test_the_layout_is_that_of_the_target_kernel():
     """tpu-inference's ``merge_kv``: heads in order, each key before its value."""
     key, value = np.ones((1, GROUPS, 128), np.float32), np.full((1, GROUPS, 128), 2, np.float32)
-    pages = write_rows(jnp.zeros((1, 1, GROUPS * 2, 1, 128)), key, value, jnp.array([0]), jnp.array([0]), 128)
+    pages = written(jnp.zeros((1, 1, GROUPS * 2, 1, 128)), key, value, np.array([0]), 0, 128)
     assert pages[0, 0, :, 0, 0].tolist() == [1, 2, 1, 2]
 
 
@@ -321,8 +413,7 @@ def test_drafts_over_pages_are_those_of_a_growing_cache(kind):
     pages, table = [jnp.zeros((4, size, 2, 2, width))] * count, np.array([[2, 0, 3]], np.int32)
 
     def write(layer, key, value):
-        page, row = table[0][at // size], at.numpy() % size
-        pages[layer] = write_rows(pages[layer], key.numpy(), value.numpy(), page, row, width)
+        pages[layer] = written(pages[layer], key.numpy(), value.numpy(), table[0], int(at[0]), width)
 
     for at in torch.arange(length).split(7):
         module("remember", module("project", features[0, at]), at, write)

@@ -9,6 +9,7 @@ from support.hub_cache import HubCache
 import torch_dflash as td
 from torch_dflash.cli import main
 from torch_dflash.cli.list_pairs import HEADS
+from torch_dflash.integrations.vllm.refusals import FAMILIES
 
 
 @pytest.fixture
@@ -72,6 +73,29 @@ def test_json_has_every_field_its_source_and_what_is_unknown(capsys):
     assert kimi["decoded"] is True and rows["qwen3-4b"]["decoded"] is True
     assert rows["gpt-oss-120b"]["target_layer_ids"] is None
     assert "target_layer_ids" in rows["gpt-oss-120b"]["unknown"]
+
+
+def test_each_pair_is_said_to_be_taken_by_the_vllm_plug_in_or_why_not(capsys):
+    assert main(["list", "--vllm"]) == 0
+    told = capsys.readouterr()
+    head, *lines = told.out.splitlines()
+    assert tuple(head.split()) == (*HEADS, "vllm") and len(lines) == len(td.checkpoints)
+    by_name = {line.split()[0]: line[head.index("vllm") :] for line in lines}
+    taken = sorted(name for name, why in by_name.items() if why == "yes")
+    assert {"qwen3-8b-dspark", "gpt-oss-20b", "qwen3-4b-dflash2", "gemma-4-12b"} <= set(taken)
+    assert by_name["qwen3.5-27b"] == "a state of the target that rejected drafts have changed"
+    assert by_name["kimi-k2.5"] == "latent attention in the target"
+    assert by_name["qwen3-8b-xpress"] == "a drafter of kind XPress"
+    assert f"takes {len(taken)} of {len(lines)}." in told.err
+    assert main(["list", "--vllm", "--json", "muse-glimmer"]) == 0
+    why = "a target with images that was not compared"
+    rows = json.loads(capsys.readouterr().out)
+    assert {(row["vllm"], row["vllm_why_not"]) for row in rows} == {(False, why)}
+
+
+def test_every_compared_family_has_a_verdict_of_the_vllm_plug_in():
+    compared = {row.family for row in td.checkpoints if row.decoded}
+    assert compared == set(FAMILIES)
 
 
 def check(hub, *more):

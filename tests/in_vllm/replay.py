@@ -1,6 +1,7 @@
 """A drafter's drafts at each recorded step, from the emitted text alone: transformers' target, float32."""
 
 import torch
+from torch.nn.functional import embedding
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import torch_dflash as td
@@ -24,7 +25,8 @@ class Replay:  # drafts and logits of a pair in float32, whole texts at a time
         config = self.drafter.config
         first = int(not config.sample_from_anchor)
         ids = torch.tensor([[anchor] + [config.mask_token_id] * (count - 1 + first)])
-        noise = self.drafter.embed(ids, self.target.get_input_embeddings(), torch.float32)
+        table = self.target.get_input_embeddings().weight  # some targets' own calls scale their rows
+        noise = self.drafter.embed(ids, lambda chosen: embedding(chosen, table), torch.float32)
         at = torch.arange(length + ids.shape[1])[None]
         out = self.drafter(noise, features[:, :length], at, past_key_values=DynamicCache())
         hidden, head = out.last_hidden_state[:, first:], self.target.get_output_embeddings()

@@ -5,6 +5,7 @@ row or another tap differs from the replay's draft, though the text stays right.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,18 +13,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import broken
+import huggingface_hub
 import numpy as np
 import pair
 import pytest
 import torch
 from engine import OPTIONS
-from support import DRAFTS, options_of, replay_of, run
+from support import DRAFTS, FROM_THE_BLOCK, drafts_of, options_of, replay_of, run
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sampling_params import StructuredOutputsParams
 
 from jax_bridge.vllm.patches import mask_rows
 from jax_bridge.vllm.proposer import Proposer
+from jax_bridge.vllm.steps import Steps, rows_for
 from jax_bridge.vllm.worker import Runner, Worker
 from torch_dflash.integrations.vllm import plugin
 
@@ -59,7 +62,7 @@ def check_texts(replay, batches, plain, drafted):
 
 def counts(replay, answer, chosen=lambda request: True):
     """Sums of `Replay.compare` over the requests that are ``chosen``."""
-    found = [replay.compare(request, DRAFTS) for request in answer.requests if chosen(request)]
+    found = [replay.compare(request, replay.drafts) for request in answer.requests if chosen(request)]
     return [sum(column) for column in zip([0] * 6, *found, strict=True)]
 
 
@@ -120,16 +123,65 @@ def test_several_answers_of_a_request():
     check_replay(counts(replay_of("tied"), drafted))
 
 
-@pytest.mark.parametrize("name", ["groups of two shapes", "groups", "tied"])
-def test_each_draft_in_float32_is_the_replays(name):
-    """Each single draft agrees; two pairs have several groups of pages, one pair speculators' layout."""
-    drafted = run(name, EXACT, dtype="float32", max_num_batched_tokens=64, max_model_len=128)
+FLOAT32 = {"dtype": "float32", "max_num_batched_tokens": 64, "max_model_len": 128}
+
+
+def check_each(name, drafted, least=100):
+    """Asserts that every draft is the replay's, and every text the float32 target's greedy one."""
+    found = [0] * 6
     for request in drafted.requests:
-        drafts, accepted, replayed, alike, tokens, same = replay_of(name).compare(request, DRAFTS)
+        own = drafts, accepted, replayed, alike, tokens, same = replay_of(name).compare(
+            request, drafts_of(name)
+        )
         assert accepted == replayed and alike == drafts and same == tokens
         text = [token for *_, gained in request["steps"] for token in gained]
         assert replay_of(name).says_greedily(request["prompt"], text, 1e-3)
-    assert sum(counts(replay_of(name), drafted)[:2]) > 100
+        found = [sum(both) for both in zip(found, own, strict=True)]
+    assert found[0] + found[1] > least
+    return found
+
+
+@pytest.mark.parametrize("name", ["thirds", "narrow", "windows of 11", "heads of 64"])
+def test_each_draft_of_pairs_of_other_shapes(name):
+    drafts, accepted, *_ = check_each(name, run(name, EXACT, **FLOAT32))
+    assert accepted > 0.2 * drafts
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark of specforge", "dspark of speculators"])
+def test_each_draft_of_dspark(name):
+    """Each row drafts the next token, the anchor's first; no option names the number of drafts."""
+    drafted = run(name, EXACT, **FLOAT32)
+    drafts, accepted, *_, tokens, _ = check_each(name, drafted)
+    assert tokens == pair.BLOCK * drafts and accepted > 0.2 * drafts
+    plain = run(name, EXACT, drafted=False, **FLOAT32)
+    assert plain.texts == drafted.texts
+
+
+@pytest.mark.parametrize("name", pair.IMAGES)
+def test_each_draft_of_targets_whose_config_has_images(name):
+    """Read as text: with ``--language-model-only``, without which such a target is refused."""
+    drafted = run(name, EXACT, **FLOAT32)
+    drafts, accepted, *_ = check_each(name, drafted)
+    assert accepted > 0.2 * drafts
+    plain = run(name, EXACT, drafted=False, **FLOAT32)
+    assert plain.texts == drafted.texts
+    with pytest.raises(ValueError, match="is_multimodal_model=True.* pass --language-model-only"):
+        config_of(name=name, language_model_only=False)
+
+
+def test_a_target_in_fp8():
+    """Its greedy texts are those without drafting; no replay rounds activations as it does."""
+    plain, drafted = run("fp8", EXACT, drafted=False), run("fp8", EXACT)
+    assert plain.texts == drafted.texts
+    drafts, accepted, *_ = counts(replay_of("fp8"), drafted)
+    assert accepted > 0.2 * drafts > 10
+
+
+@pytest.mark.parametrize("name", ["groups of two shapes", "groups", "tied"])
+def test_each_draft_in_float32_is_the_replays(name):
+    """Each single draft agrees; two pairs have several groups of pages, one pair speculators' layout."""
+    drafted = run(name, EXACT, **FLOAT32)
+    check_each(name, drafted)
     own = [any(layer.startswith("draft_layer") for layer in group) for group in drafted.groups]
     assert own == OWN_PAGES[name]
 
@@ -202,6 +254,7 @@ BROKEN_PAIR = {
     "head_dim_by_division": "groups",  # the one pair whose quotient is another
     "rejected_rows_kept_as_context": "apart",
     "block_that_is_causal": "apart",
+    "anchor_row_that_drafts_nothing": "dspark",
 }
 
 
@@ -217,20 +270,31 @@ def test_drafts_from_all_tokens():
 
 def watch_pages(patch):
     """Collects rows of the drafter's pages that a step changed and must not write."""
-    propose, strange = Proposer.propose, []
+    prepare, propose = Proposer.prepare_inputs, Proposer.propose
+    strange, step = [], []
 
-    def watching(self, kv_caches, target_hidden_states, **named):
-        table, (_, starts, at) = self.runner.input_batch.block_table, map(np.asarray, target_hidden_states)
-        owner = np.searchsorted(starts[1:], np.arange(len(at)), side="right")
-        before = {index: np.array(kv_caches[index]) for _, index in self.places()}
-        kept, drafts = propose(self, kv_caches=kv_caches, target_hidden_states=target_hidden_states, **named)
-        for group, index in self.places():
-            rows, size = table[group].get_cpu_tensor(), before[index].shape[1]
-            may = {(rows[owner[k], p // size], p % size) for k, p in enumerate(at) if p >= 0}
-            differ = (np.array(kept[index]) != before[index]).reshape(*before[index].shape[:2], -1).any(-1)
-            strange.extend(set(map(tuple, np.argwhere(differ))) - may)
+    def preparing(self, metadata, *args):
+        *_, rejected, live = args
+        starts, lengths, rejected = map(np.asarray, (metadata.query_start_loc, metadata.seq_lens, rejected))
+        table, size = self.runner.input_batch.block_table, self.runner.cache_config.block_size
+        before = {index: np.array(self.runner.kv_caches[index]) for _, index in self.places()}
+        may = {index: set() for index in before}
+        for request in range(int(np.asarray(live)[0])):
+            ends = lengths[request], lengths[request] - rejected[request]
+            for p in range(ends[0] - (starts[request + 1] - starts[request]), ends[1]):
+                for group, index in self.places():
+                    may[index].add((table[group].get_cpu_tensor()[request, p // size], p % size))
+        step[:] = before, may
+        return prepare(self, metadata, *args)
+
+    def watching(self, **named):
+        kept, drafts = propose(self, **named)
+        for index, before in step[0].items():
+            differ = (np.array(kept[index]) != before).reshape(*before.shape[:2], -1).any(-1)
+            strange.extend(set(map(tuple, np.argwhere(differ))) - step[1][index])
         return kept, drafts
 
+    patch.setattr(Proposer, "prepare_inputs", preparing)
     patch.setattr(Proposer, "propose", watching)
     return strange
 
@@ -246,7 +310,39 @@ def test_rows_of_a_block_are_never_written(monkeypatch, written):
     assert bool(strange) == written
 
 
-@pytest.mark.parametrize("what", sorted(broken.ALL.keys() - {"block_rows_written"}))
+@pytest.mark.parametrize("broke", [False, True])
+def test_a_step_pays_for_requests_that_live(monkeypatch, broke):
+    """It drafts for the next power of two of rows, and rows of no request read no page."""
+    if broke:
+        broken.ALL["dead_rows_with_a_length"](monkeypatch)
+    draft, sizes, dead = Steps.draft_step, [], []
+    propose = Proposer.propose
+
+    def watching(self, attn_metadata, **named):
+        live = self.runner.input_batch.num_reqs
+        lengths = np.asarray(attn_metadata.seq_lens)
+        dead.append(lengths[live:].any())
+        assert lengths[:live].all()
+        kept, drafts = propose(self, attn_metadata=attn_metadata, **named)
+        assert drafts.shape == (len(lengths), DRAFTS) and not np.asarray(drafts)[rows_for(live) :].any()
+        return kept, drafts
+
+    def counted(self, *args, rows, **named):
+        sizes.append(rows)
+        return draft(self, *args, rows=rows, **named)
+
+    monkeypatch.setattr(Steps, "draft_step", counted)
+    monkeypatch.setattr(Proposer, "propose", watching)
+    run("tied", [batch(PROMPTS[:11], max_tokens=6)], keep=False, max_num_seqs=16)
+    assert any(dead) == broke
+    assert set(sizes) <= {1, 2, 4, 8, 16} and 16 in sizes and len(sizes) == len(set(sizes))
+
+
+UNSEEN = {"block_rows_written", "dead_rows_with_a_length"}
+"""What the replay cannot see; tests of their own do."""
+
+
+@pytest.mark.parametrize("what", sorted(broken.ALL.keys() - UNSEEN))
 def test_what_is_broken_on_purpose_is_noticed(monkeypatch, what):
     name = BROKEN_PAIR.get(what, "tied")
     broken.ALL[what](monkeypatch)
@@ -270,9 +366,9 @@ def test_vllms_own_configuration_is_refused_before_a_model_loads(monkeypatch, fi
         run("tied", [], **{field: value})
 
 
-def config_of(speculative=(), **options):
-    """vLLM's own configuration for the pair "tied", with further options of its drafts."""
-    given = OPTIONS | options_of("tied") | options
+def config_of(speculative=(), name="tied", **options):
+    """vLLM's own configuration for a pair, with further options of its drafts."""
+    given = OPTIONS | options_of(name) | options
     given["speculative_config"] = given["speculative_config"] | dict(speculative)
     return EngineArgs(**given).create_engine_config()
 
@@ -282,12 +378,74 @@ def config_of(speculative=(), **options):
     [
         ("draft_tensor_parallel_size", 1), ("kv_cache_dtype", "fp8"), ("quantization", "fp8"),
         ("max_model_len", 64), ("draft_sample_method", "probabilistic"), ("rejection_sample_method", "block"),
+        ("enable_adaptive_verification", True), ("dspark_draft_topk", 4),
         ("attention_backend", "FLASH_ATTN"), ("draft_load_config", {"load_format": "auto"}),
     ],
 )  # fmt: skip
 def test_vllms_options_of_drafts_that_nothing_follows_are_refused(field, value):
+    name = "dspark" if field in ("enable_adaptive_verification", "dspark_draft_topk") else "tied"
     with pytest.raises(ValueError, match=rf"speculative_config.{field}=.* does not support it; leave it"):
-        config_of({field: value}, tensor_parallel_size=2)
+        config_of({field: value}, name, tensor_parallel_size=2)
+
+
+def test_a_target_whose_class_hands_out_no_layers_is_refused(tmp_path):
+    """Before a model loads; tpu-inference would say so after it has loaded one."""
+    options = options_of("tied")
+    shutil.copytree(options["model"], tmp_path / "target")
+    pair.rewrite(tmp_path / "target", lambda config: config | {"architectures": ["StableLmForCausalLM"]})
+    with pytest.raises(ValueError, match="architectures=.'StableLmForCausalLM'.* hands out no layers"):
+        EngineArgs(**(OPTIONS | options | {"model": str(tmp_path / "target")})).create_engine_config()
+
+
+@pytest.mark.parametrize("name", FROM_THE_BLOCK)
+def test_drafters_tell_the_number_of_drafts(name):
+    """By the drafter's block where no option says it; a number of the user's stays."""
+    found = EngineArgs(**(OPTIONS | options_of(name))).create_engine_config()
+    told = found.speculative_config
+    assert (told.method, told.num_speculative_tokens) == ("dflash", drafts_of(name))
+    assert found.parallel_config.worker_cls == plugin.WORKER
+    assert config_of({"num_speculative_tokens": 3}, name).speculative_config.num_speculative_tokens == 3
+    with pytest.raises(ValueError, match="num_speculative_tokens=10: this drafter drafts 1 to"):
+        config_of({"num_speculative_tokens": 10}, name)
+
+
+def test_flags_and_paths_tell_the_method_and_the_number_too(tmp_path):
+    drafter = tmp_path / "a-dflash-drafter"
+    drafter.symlink_to(options_of("thirds")["speculative_config"]["model"])
+    model = {"model": options_of("thirds", drafted=False)["model"]}
+    for given in ({"spec_model": str(drafter)}, {"speculative_config": {"model": str(drafter)}}):
+        told = EngineArgs(**(OPTIONS | model | given)).create_engine_config().speculative_config
+        assert (told.method, told.num_speculative_tokens) == ("dflash", 8)
+
+
+def test_the_number_of_drafts_is_no_matter_of_ours_for_other_targets(monkeypatch):
+    """vLLM's own words, for a target in JAX."""
+    monkeypatch.setenv("MODEL_IMPL_TYPE", "flax_nnx")
+    with pytest.raises(ValueError, match="`num_speculative_tokens` was not provided"):
+        EngineArgs(**(OPTIONS | options_of("thirds"))).create_engine_config()
+
+
+@pytest.mark.parametrize("name", ["groups of two shapes", "dspark of speculators"])
+def test_a_model_in_the_layout_of_speculators_finds_its_target_and_itself(name, tmp_path, monkeypatch):
+    """vLLM takes the target's hub id from the drafter's config; no other option is needed."""
+    folder = tmp_path / "models--them--target"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / ("0" * 40)).symlink_to(options_of(name)["model"])
+    drafter = tmp_path / "drafter"
+    shutil.copytree(options_of(name)["speculative_config"]["model"], drafter)
+
+    def renamed(config):
+        config["speculators_config"]["verifier"]["name_or_path"] = "them/target"
+        return config
+
+    pair.rewrite(drafter, renamed)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    found = EngineArgs(**OPTIONS, model=str(drafter)).create_engine_config()
+    assert found.model_config.model == "them/target" and found.speculative_config.model == str(drafter)
+    assert found.speculative_config.num_speculative_tokens == drafts_of(name)
+    assert found.parallel_config.worker_cls == plugin.WORKER
 
 
 def test_an_unknown_release_may_be_tried_or_run_without_the_plug_in(monkeypatch):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import on_cpu
-from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
+from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
 
-from jax_bridge.vllm.pages import attend_block, write_rows
+from jax_bridge.vllm.pages import as_rows, attend_block, attend_in_turn, write_rows
 
 HEADS, GROUPS, DIM, PAGE, COUNT, BLOCK = 4, 2, 128, 16, 8, 6
 LENGTHS = [21, 9]  # rows of context of two requests
@@ -51,12 +51,18 @@ def by_kernel():
     return filled(kernel.ragged_paged_attention)
 
 
-def test_pages_hold_rows_where_the_kernel_puts_them(by_kernel):
-    pages = jnp.zeros_like(by_kernel[1])
-    at = jnp.tile(jnp.arange(21), 2)
-    page = TABLE[jnp.repeat(jnp.arange(2), 21), at // PAGE]
-    ours = write_rows(pages, rows(1, 42, GROUPS), rows(2, 42, GROUPS), page, at % PAGE, DIM)
-    np.testing.assert_array_equal(ours, by_kernel[1])
+@pytest.mark.parametrize("parts", [[21], [16, 5], [1, 2, 14, 4]])
+def test_pages_hold_rows_where_the_kernel_puts_them(by_kernel, parts):
+    """Two prompts at once, written whole or in parts that begin and end within a page."""
+    pages, done = {3: jnp.zeros_like(by_kernel[1])}, 0
+    key, value = (rows(seed, 42, GROUPS).reshape(2, 21, GROUPS, DIM) for seed in (1, 2))
+    for count in parts:
+        own = (one[:, done : done + count].reshape(2 * count, GROUPS, DIM) for one in (key, value))
+        new = [(3, 1, as_rows(*own, pages[3], DIM))]
+        begun, written = jnp.array([0, count]), jnp.array([count, count])
+        pages = write_rows(pages, new, {1: TABLE}, begun, jnp.array([done, done]), written)
+        done += count
+    np.testing.assert_array_equal(pages[3], by_kernel[1])
 
 
 def test_what_stands_in_for_the_kernel_is_equal(by_kernel):
@@ -76,3 +82,47 @@ def test_a_block_attends_as_in_the_kernel(by_kernel, length):
     query, key, value = (one.reshape(2, BLOCK, -1, DIM).swapaxes(1, 2) for one in (query, key, value))
     ours = attend_block(query, key, value, by_kernel[1], TABLE, jnp.array(before), scale=SCALE, width=DIM)
     np.testing.assert_allclose(ours, theirs.reshape(ours.shape), atol=1e-5)
+
+
+def test_requests_in_turn_attend_as_all_at_once(by_kernel):
+    given = [rows(seed, 2 * BLOCK, heads).reshape(2, BLOCK, -1, DIM).swapaxes(1, 2)
+             for seed, heads in ((4, HEADS), (5, GROUPS), (6, GROUPS))]  # fmt: skip
+    given += [by_kernel[1], TABLE, jnp.array([21, 3])]
+    found = [function(*given, scale=SCALE, width=DIM) for function in (attend_block, attend_in_turn)]
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize("sink", [None, jnp.array([0.5, -1.0, 2.0, 0.0])])
+def test_what_stands_in_for_the_kernel_of_heads_of_64_is_equal(sink):
+    """Prompts of 21 and 9 rows, then three more rows of each; our rows lie where that kernel puts them."""
+    query, key, value = (
+        rows(seed, 36, heads)[..., :64] for seed, heads in ((1, HEADS), (2, GROUPS), (3, GROUPS))
+    )
+    sizes = {"num_kv_pages_per_block": 1, "num_queries_per_block": 8, "vmem_limit_bytes": 1 << 27}
+    found = []
+    for function, more in (
+        (kernel_hd64.ragged_paged_attention_hd64, sizes),
+        (cpu_for_vllm.ragged_paged_attention, {}),
+    ):
+        pages, outs = jnp.zeros(kernel_hd64.get_kv_cache_shape(COUNT, PAGE, GROUPS, 64, jnp.float32)), []
+        for part, starts, lengths in (
+            (slice(0, 30), [0, 21, 30], [21, 9]),
+            (slice(30, 36), [0, 3, 6], [24, 12]),
+        ):
+            with on_cpu():
+                out, pages = function(
+                    jnp.copy(query[part]), jnp.copy(key[part]), jnp.copy(value[part]), jnp.copy(pages),
+                    jnp.array(lengths), TABLE.reshape(-1), jnp.array(starts), jnp.array([0, 0, 2]), sink,
+                    sm_scale=0.125, **more,
+                )  # fmt: skip
+            outs.append(out)
+        found.append((*outs, pages))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    ours = {0: jnp.zeros_like(found[0][-1])}
+    new = [(0, 0, as_rows(key[:30], value[:30], ours[0], 64))]
+    given = jnp.array([0, 21]), jnp.array([0, 0]), jnp.array([21, 9])
+    ours = write_rows(ours, new, {0: TABLE}, *given)
+    new = [(0, 0, as_rows(key[30:], value[30:], ours[0], 64))]
+    given = jnp.array([0, 3]), jnp.array([21, 9]), jnp.array([3, 3])
+    np.testing.assert_array_equal(write_rows(ours, new, {0: TABLE}, *given)[0], found[0][-1])

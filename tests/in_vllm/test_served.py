@@ -69,19 +69,29 @@ def address(tmp_path_factory):
         server.wait(300)
 
 
-def ask(address, prompt, stream):
-    asked = {"model": "pair", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+def ask(address, prompt, stream, tokens=TOKENS, leave_after=None):
+    """The ids of an answer. ``leave_after``: the number of a stream's parts after which the client leaves."""
+    asked = {"model": "pair", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     asked |= {"ignore_eos": True, "return_token_ids": True, "stream": stream}
     if not stream:
         reply = httpx.post(f"{address}/v1/completions", json=asked, timeout=WAIT).json()
         return reply["choices"][0]["token_ids"]
-    found = []
+    found, parts = [], 0
     with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=WAIT) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
+                parts += 1
                 for choice in json.loads(line[6:])["choices"]:
                     found += choice["token_ids"] or []
+            if parts == leave_after:
+                break
     return found
+
+
+def metric(address, name):
+    """The sum of a counter or gauge of the server."""
+    lines = httpx.get(f"{address}/metrics", timeout=WAIT).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}"))
 
 
 def test_sixteen_requests_at_once(address):
@@ -90,15 +100,30 @@ def test_sixteen_requests_at_once(address):
     for prompt, text in zip(PROMPTS, found, strict=True):
         assert len(text) == TOKENS
         assert replay_of("tied").says_greedily(prompt, text, 1e-3)
-    lines = httpx.get(f"{address}/metrics", timeout=WAIT).text.splitlines()
     counted = {
-        name: sum(
-            float(line.split()[-1]) for line in lines if line.startswith(f"vllm:spec_decode_num_{name}")
-        )
+        name: metric(address, f"spec_decode_num_{name}")
         for name in ("drafts_total", "draft_tokens_total", "accepted_tokens_total")
     }
     assert 0 < counted["draft_tokens_total"] <= DRAFTS * counted["drafts_total"]
     assert counted["accepted_tokens_total"] > 0.2 * counted["drafts_total"]
+
+
+def test_requests_that_leave_and_requests_that_are_preempted_change_no_text(address):
+    """Sixteen leave after a few tokens; eight need more pages than there are. No page stays taken."""
+    before = metric(address, "num_preemptions_total")
+    longer = [(prompt * 90)[:90] for prompt in pair.prompts(8, 23)]
+    with ThreadPoolExecutor(24) as pool:
+        left = [pool.submit(ask, address, PROMPTS[at], True, 150, 1 + at % 4) for at in range(16)]
+        found = list(pool.map(lambda prompt: ask(address, prompt, True, 110), longer))
+    assert all(0 < len(future.result()) < 150 for future in left)
+    for prompt, text in zip(longer, found, strict=True):
+        assert len(text) == 110 and replay_of("tied").says_greedily(prompt, text, 1e-3)
+    assert metric(address, "num_preemptions_total") > before
+    assert replay_of("tied").says_greedily(PROMPTS[0], ask(address, PROMPTS[0], False), 1e-3)
+    end = time.monotonic() + 60
+    while metric(address, "num_requests_running") or metric(address, "kv_cache_usage_perc"):
+        assert time.monotonic() < end
+        time.sleep(1)
 
 
 SOME = {"type": "object"}

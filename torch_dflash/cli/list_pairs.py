@@ -12,6 +12,7 @@ import click
 
 from torch_dflash.cli.command import FILE, command, flag, option, silence
 from torch_dflash.cli.errors import UserError, refusing
+from torch_dflash.integrations.vllm.refusals import refused_pair
 from torch_dflash.progress import print_status
 from torch_dflash.published.rows import Checkpoint, checkpoints, share
 
@@ -30,6 +31,7 @@ def _check(arguments: SimpleNamespace) -> None:
     [
         click.Argument(["name"], required=False, metavar="[TEXT]"),
         flag("--decodes", help="Only pairs that decode here."),
+        flag("--vllm", help="Say whether the vLLM plug-in takes each pair, and why not."),
         flag("--json", help="Print every field, its source and what is unknown."),
         flag("--check", help="Load and check what the hub's cache holds."),
         option("--cache-dir", type=FILE, metavar="DIR",
@@ -55,15 +57,19 @@ def run(arguments: SimpleNamespace) -> int:
             )
     if arguments.check:
         return _load_cached(rows, arguments)
-    print(json.dumps([_fields(row) for row in rows], indent=1) if arguments.json else table(rows))
+    vllm = bool(arguments.vllm)
+    print(json.dumps([_fields(row, vllm) for row in rows], indent=1) if arguments.json else table(rows, vllm))
     if len(rows) == len(checkpoints):
-        print_status(f"{share()}.")
+        taken = sum(refused_pair(row) is None for row in rows)
+        print_status(f"The vLLM plug-in takes {taken} of {len(rows)}." if vllm else f"{share()}.")
     return 0
 
 
-def table(rows: Iterable[Checkpoint]) -> str:
-    """The pairs in columns, ``?`` where something is unknown."""
+def table(rows: Iterable[Checkpoint], vllm: bool = False) -> str:
+    """The pairs in columns, ``?`` where something is unknown; ``vllm``: with the plug-in's verdict."""
     lines = [HEADS, *map(_cells, rows)]
+    if vllm:
+        lines = [(*HEADS, "vllm"), *((*_cells(row), refused_pair(row) or "yes") for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -71,9 +77,10 @@ def table(rows: Iterable[Checkpoint]) -> str:
     )
 
 
-def _fields(row: Checkpoint) -> dict[str, Any]:
+def _fields(row: Checkpoint, vllm: bool = False) -> dict[str, Any]:
     decodes, why_not = row.verdict
-    return asdict(row) | {"decodes": decodes, "why_not": why_not, "unknown": list(row.unknown)}
+    more = {"vllm": refused_pair(row) is None, "vllm_why_not": refused_pair(row)} if vllm else {}
+    return asdict(row) | {"decodes": decodes, "why_not": why_not, "unknown": list(row.unknown)} | more
 
 
 def _cells(row: Checkpoint) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ def apply():
     utils.make_optimized_mesh = runner.make_optimized_mesh = mesh
     utils.get_device_name = lambda count=None: "TPU v6e"
     utils.hbm_usage_bytes = lambda devices: [(0, 1 << 30) for _ in devices]
-    attention.ragged_paged_attention = ragged_paged_attention
+    attention.ragged_paged_attention = attention.ragged_paged_attention_hd64 = ragged_paged_attention
     # It loads no PyTorch target in float32: `resize_` cannot free a weight with a NumPy view.
     load = linear.t2j
     linear.t2j = lambda tensor, **options: load(tensor.clone(), **options)
@@ -27,14 +27,15 @@ def mesh(axis_shapes, axis_names, *, devices=None):
 
 
 def ragged_paged_attention(
-    q, k, v, pages, lengths, tables, starts, distribution, *rest, sm_scale=1.0, sliding_window=None,
-    soft_cap=None, update_kv_cache=True, use_causal_mask=True, **unused,
+    q, k, v, pages, lengths, tables, starts, distribution, sink=None, *rest, sm_scale=1.0,
+    sliding_window=None, soft_cap=None, update_kv_cache=True, use_causal_mask=True, **unused,
 ):  # fmt: skip
-    """The kernel's contract, over whole tables."""
-    from tpu_inference.kernels.ragged_paged_attention.v3.kernel import merge_kv
+    """The kernels' contract, over whole tables; heads of 64 have a kernel of their own, and pages of k|v."""
+    from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
 
     rows, heads, dim = q.shape
-    requests, size, groups, width = lengths.shape[0], pages.shape[1], k.shape[1], pages.shape[-1]
+    requests, size, groups = lengths.shape[0], pages.shape[1], k.shape[1]
+    merge_kv, width = (kernel_hd64.merge_kv, dim) if dim == 64 else (kernel.merge_kv, pages.shape[-1])
     table = tables.reshape(requests, -1)
     at = jnp.arange(rows)
     owner = jnp.clip(jnp.searchsorted(starts[1:], at, side="right"), 0, requests - 1)
@@ -57,6 +58,10 @@ def ragged_paged_attention(
         seen &= key_at <= position[:, None]
     if sliding_window is not None:
         seen &= key_at > position[:, None] - sliding_window
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), -1)
+    scores = jnp.where(seen[:, None, None], scores, -1e30)
+    if sink is not None:
+        sink = jnp.broadcast_to(sink.astype(jnp.float32).reshape(groups, -1, 1), (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sink], -1)
+    weights = jax.nn.softmax(scores, -1)[..., : keys.shape[1]]
     mixed = jnp.einsum("tkgl,tlkd->tkgd", weights, values).reshape(rows, heads, dim)
     return jnp.where(valid[:, None, None], mixed, 0).astype(q.dtype), pages

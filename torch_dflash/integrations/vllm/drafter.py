@@ -16,17 +16,46 @@ Attend = Callable[[Any, Tensor, Tensor, Tensor, float], Tensor]
 """``(attention layer, query [B, Q, W, D], key [B, G, W, D], value, scale) -> [B, W, Q, D]``."""
 
 
-def check_drafts(config: Any, drafts: int) -> None:
-    """Raise ``ValueError`` if a drafter of this config was not trained to draft so many tokens at once."""
+def most_drafts(config: Any) -> int:
+    """The tokens that a drafter of this config was trained to draft at once.
+
+    Raises:
+        ValueError: the config is of no DFlash, DFlash2 or DSpark drafter.
+    """
     if not isinstance(config, DFlashConfig):
         kind = type(config).__name__
-        raise ValueError(f"method='dflash' with a drafter of {kind}: pass a DFlash or DFlash2 drafter.")
-    most = config.block_size - int(not config.sample_from_anchor)
+        raise ValueError(f"a drafter of {kind}: pass a DFlash, DFlash2 or DSpark drafter.")
+    return config.block_size - int(not config.sample_from_anchor)
+
+
+def check_drafts(config: Any, drafts: int) -> None:
+    """Raise ``ValueError`` if a drafter of this config was not trained to draft so many tokens at once."""
+    most = most_drafts(config)
     if not 1 <= drafts <= most:
         raise ValueError(
             f"num_speculative_tokens={drafts}: this drafter drafts 1 to {most} tokens at once "
             f"(block_size={config.block_size}); pass a number in that range."
         )
+
+
+def check_logits(config: Any, target: Any) -> None:
+    """Raise ``ValueError`` for a drafter that would add to logits behind the target's cap or factor.
+
+    vLLM hands out the target's logits as it samples them. The order of a row's tokens is the same there, so
+    a drafter that takes the best loses nothing.
+
+    Args:
+        config: the drafter's.
+        target: the config of the target's text.
+    """
+    adds = getattr(config, "selector_rank", 0) or config.markov_rank
+    for name in ("final_logit_softcapping", "output_multiplier", "logit_scale", "logits_scaling"):
+        value = getattr(target, name, None)
+        if adds and not config.own_head and value not in (None, 1):
+            raise ValueError(
+                f"{name}={value} in the target: this drafter scores its tokens by the target's head before "
+                "that, and vLLM has them only behind it; pass a drafter with a head of its own."
+            )
 
 
 class PagedDrafter(nn.Module):
