@@ -19,9 +19,11 @@ from torch_dflash.bench.methods import Method, make_methods, read_words
 from torch_dflash.bench.options import BenchOptions
 from torch_dflash.bench.report import add_dollars, bounds, dollars, tables, tokens_by_law
 from torch_dflash.bench.run import Bench
+from torch_dflash.bench.run import checksum as checksum_of_answers
 from torch_dflash.bench.sets import MATHS, SETS, checksum, read_sets
 from torch_dflash.bench.walls import time_methods, wall_row
 from torch_dflash.cli import main
+from torch_dflash.proposers import DFlashProposer, NGramProposer
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import Prompt, read_prompts
 from torch_dflash.train.fit.architecture import new_drafter
@@ -103,7 +105,7 @@ def test_walls_are_those_of_the_clock_and_a_slow_method_is_seen():
 
 def test_words_name_methods():
     words = read_words(
-        "lookup, lookup:128,hf-lookup,dflash=a,dflash:4=a,tree:16,union:8=b,hf-dflash,eagle3=c,plain"
+        "lookup, lookup:128,hf-lookup,dflash=a,dflash:4=a,tree:16,union:8=b,hf-dflash,dflash:3=c,plain"
     )
     assert [word.name for word in words][:3] == ["plain", "lookup", "lookup:128"]
     loads = []
@@ -253,23 +255,83 @@ def test_the_command_on_every_method(world, tmp_path, capsys, monkeypatch):
     assert "of other texts" in capsys.readouterr().err
 
 
+def wrong(text):
+    return [*text[:3], (text[3] + 1) % 200, *text[4:]]
+
+
 def test_a_method_that_changes_a_token_is_reported(world, tmp_path, capsys, monkeypatch):
-    """The plain text is that of plain decoding: a method that lies about its own text is compared with it."""
-    whole = bench_run.decode
+    """The plain text is that of plain decoding: a method that lies about its own text is compared with it.
+
+    One that decodes, one that is replayed, and transformers' own.
+    """
+    whole, theirs = bench_run.decode, bench_run.transformers_own
 
     def altered(engine, *given):
         count, texts = whole(engine, *given)
-        lookup = isinstance(engine.pair.proposer, td.NGramProposer)
-        return count, [[*text[:3], (text[3] + 1) % 200, *text[4:]] if lookup else text for text in texts]
+        lies = isinstance(engine.pair.proposer, NGramProposer | DFlashProposer)
+        return count, [wrong(text) if lies else text for text in texts]
+
+    def altered_too(*given, **more):
+        def answer(*asked):
+            found = theirs(*given, **more)(*asked)
+            return SimpleNamespace(pieces=found.pieces, tokens=wrong(found.tokens))
+
+        return answer
 
     prompts = tmp_path / "one.jsonl"
     prompts.write_text('{"prompt": "alpha"}\n{"prompt": "be"}\n')
     monkeypatch.setattr(bench_run, "decode", altered)
-    words, json_file, _ = line(world, tmp_path, "--methods", "lookup,lookahead", "--prompts", prompts)
+    monkeypatch.setattr(bench_run, "transformers_own", altered_too)
+    new_drafter(world.target, shape()).save_pretrained(tmp_path / "v1")
+    methods = f"lookup,lookahead,hf-lookup,dflash={tmp_path / 'v1'}"
+    words, json_file, _ = line(world, tmp_path, "--methods", methods, "--prompts", prompts)
     assert main(words) == 1
     rows = json.loads(json_file.read_text())["counts"]["one"]["methods"]
-    assert (rows["lookup"]["parted"], rows["lookup"]["ties"], rows["lookahead"]["parted"]) == (2, 0, 0)
-    assert "2 decoded texts part from plain decoding's, 0 of them at a tie" in capsys.readouterr().out
+    parted = {name: (row["parted"], row["ties"]) for name, row in rows.items()}
+    known = {"plain": (0, 0), "lookup": (2, 0), "lookahead": (0, 0), "hf-lookup": (1, 0), "dflash": (1, 0)}
+    assert parted == known
+    assert "4 decoded texts part from plain decoding's, 0 of them at a tie" in capsys.readouterr().out
+
+
+def test_figures_of_another_drafter_are_no_rows(world, tmp_path, capsys):
+    """A row knows its drafter; words name a kind; further walls are timed; a price is one run's."""
+    prompts, long = tmp_path / "one.jsonl", tmp_path / "long.jsonl"
+    prompts.write_text('{"prompt": "alpha"}\n')
+    long.write_text('{"prompt": "' + "long " * 40 + '"}\n')
+    for seed in (0, 1):
+        new_drafter(world.target, shape(init_seed=seed)).save_pretrained(tmp_path / f"v{seed}")
+    heads = shape(head="medusa", block_size=4, layers=1, mask_token_id=None, taps=None)
+    new_drafter(world.target, heads).save_pretrained(tmp_path / "medusa")
+
+    def run(methods, *more):
+        words, json_file, _ = line(world, tmp_path, "--methods", methods, "--prompts", prompts, long)
+        status, said = main([*words, *map(str, more)]), capsys.readouterr()
+        return status, said.out, said.err, json.loads(json_file.read_text()) if json_file.exists() else {}
+
+    status, out, _, found = run(f"dflash={tmp_path / 'v0'}", "--walls", 1, "--price", 4)
+    assert status == 0 and "1 x $4" in out and "1 questions beyond" in out
+    assert found["counts"]["long"] == {"left_out": 1, "checksum": checksum_of_answers([]), "methods": {}}
+    assert [*found["walls"]["one"]["methods"]] == ["plain", "dflash"]
+    status, out, _, found = run(f"dflash={tmp_path / 'v0'},lookup", "--walls", 1)
+    assert status == 0 and "$" not in out and "dollars" not in found
+    assert [*found["walls"]["one"]["methods"]] == ["plain", "dflash", "lookup"]
+    for methods, words in (
+        (f"dflash={tmp_path / 'v1'}", "are of another drafter; name another --json file"),
+        (f"dflash={tmp_path / 'medusa'}", "is medusa, not dflash"),
+        (f"hf-dflash={tmp_path / 'medusa'}", "is medusa, not dflash"),
+        (f"dflash:9={tmp_path / 'v0'}", "this drafter's block has 6 rows"),
+        (",", "name at least one of"),
+    ):
+        status, _, err, _ = run(methods)
+        assert (status, words in err) == (2, True), (methods, err)
+    for more, words in (
+        (("--price", "nan"), "--price nan: must be a number"),
+        (("--context", 8), "--context 8: is for --chip"),
+        (("--chip", "v9x"), "--chip v9x: is none of v5p"),
+        (("--max-new-tokens", 500), "max_new_tokens=16, now 500"),
+    ):
+        status, _, err, _ = run("lookup", *more)
+        assert (status, words in err) == (2, True), (more, err)
 
 
 def test_replay_that_is_no_decoding_is_an_error(world, monkeypatch):
@@ -280,7 +342,7 @@ def test_replay_that_is_no_decoding_is_an_error(world, monkeypatch):
     texts = bench.texts("one", [Prompt("one", ["alpha"])])
     assert bench.count("one", method, texts["answers"])["equal_to_replay"] == 1
     monkeypatch.setattr(bench_run, "replay", lambda *given: Count([[8]], [False]))
-    with pytest.raises(AssertionError, match="one, dflash: decoded rounds"):
+    with refuses(StageError, "one, dflash: decoded rounds"):
         bench.count("one", method, texts["answers"])
 
 

@@ -14,6 +14,7 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.processors.interface import Forgetful, Text
 from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.requests.request import Request
+from torch_dflash.storage.files import StageError
 
 FEWEST = 20
 """Rounds from which a conditional acceptance is shown."""
@@ -132,7 +133,7 @@ def replay(engine: Engine, prompts: list[list[int]], answers: list[list[int]], s
     ]
     output: Any = engine.run(replace(request, rows=rows))
     if output.new_tokens != answers:
-        raise AssertionError("a replay has left its text: GivenText and the round disagree.")
+        raise StageError("a replay has left its text: GivenText and the round disagree; report this.")
     count = Count()
     # A text's last token is its stop id or was the limit's; a round that drafted on behind it was cut there.
     count.add(output.stats.acceptance_lengths, output.stats.capped)

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dflash.proposers import NGramProposer
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
+from torch_dflash.proposers.eagle3.model import Eagle3DraftModel
 from torch_dflash.proposers.lookahead import LookaheadProposer
+from torch_dflash.proposers.medusa.model import MedusaDraftModel
 from torch_dflash.proposers.trees.proposer import TreeProposer
 from torch_dflash.proposers.union import Union
+from torch_dflash.storage.files import checksum_of
 
 WIDTH = 8
 """Rows of prompt lookup, and drafts of transformers' own, where ``--methods`` says no other number."""
-HEADS = "eagle3", "medusa", "dflash", "dflash2"
+HEADS: dict[str, type] = {"eagle3": Eagle3DraftModel, "medusa": MedusaDraftModel}
+HEADS |= {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}
 TREES: dict[str, Callable[[Any, int], Any]] = {
     "tree": TreeProposer,
     "union": lambda drafter, rows: Union(NGramProposer(), drafter, rows=rows),
@@ -45,6 +51,7 @@ class Method:
         drafter: as `torch_dflash.compile` takes it. theirs: arguments of transformers' own ``generate``;
             None: this library decodes.
         weights: parameters that draft, all of them. verify_width: rows of a chain's verify pass; None: all.
+        checksum: of these weights; 0 without.
     """
 
     name: str
@@ -52,6 +59,7 @@ class Method:
     theirs: dict[str, Any] | None = None
     weights: int = 0
     verify_width: int | None = None
+    checksum: int = 0
 
     @property
     def plain(self) -> bool:
@@ -66,6 +74,8 @@ def read_words(text: str) -> list[Word]:
         ValueError: an unknown, doubled or incomplete word.
     """
     words = [_word(word.strip()) for word in text.split(",") if word.strip()]
+    if not words:
+        raise ValueError(f"{text!r}: name at least one of {FORMS}.")
     names = [word.name for word in words]
     if doubled := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{doubled}: named twice; leave one out.")
@@ -77,8 +87,13 @@ def read_words(text: str) -> list[Word]:
 
 
 def make_methods(words: list[Word], load: Callable[[str], Any]) -> list[Method]:
-    """The methods of ``words``; ``load`` reads a drafter by its folder, hub id or ``demo``."""
-    first = next((word.source for word in words if word.kind in ("dflash", "dflash2")), None)
+    """The methods of ``words``; ``load`` reads a drafter by its folder, hub id or ``demo``.
+
+    Raises:
+        ValueError: a drafter of another kind than its word's, or with a shorter block.
+    """
+    named = [word for kind in ("dflash", "dflash2") for word in words if word.kind == kind]
+    first = named[0].source if named else None
     loaded: dict[str, Any] = {}
 
     def drafter(word: Word) -> Any:
@@ -104,13 +119,26 @@ def _method(word: Word, drafter: Callable[[Word], Any]) -> Method:
     if word.kind == "hf-lookup":
         return Method(word.name, theirs={"prompt_lookup_num_tokens": width - 1})
     own = drafter(word)
-    weights = sum(weight.numel() for weight in own.parameters())
+    same: Any = {"weights": sum(weight.numel() for weight in own.parameters())}
+    same |= {"checksum": checksum_of({name: one.detach().cpu() for name, one in own.state_dict().items()})}
+    _check_kind(word, own)
     if word.kind.startswith("hf-"):
         more = {"speculation_type": "dflash"} if word.kind == "hf-dflash" else {}
-        return Method(word.name, theirs={"assistant_model": own} | more, weights=weights)
+        return Method(word.name, theirs={"assistant_model": own} | more, **same)
     if word.kind in TREES:
-        return Method(word.name, TREES[word.kind](own, width), weights=weights)
-    return Method(word.name, own, weights=weights, verify_width=word.number)
+        return Method(word.name, TREES[word.kind](own, width), **same)
+    return Method(word.name, own, verify_width=word.number, **same)
+
+
+def _check_kind(word: Word, drafter: Any) -> None:
+    """Raise ``ValueError`` if a drafter is of another kind than its word's, or has a shorter block."""
+    found = next((name for name in reversed(HEADS) if isinstance(drafter, HEADS[name])), None)
+    wanted = "dflash" if word.kind == "hf-dflash" else word.kind
+    if wanted in HEADS and found != wanted:
+        raise ValueError(f"{word.name}: {word.source} is {found or 'of another kind'}, not {wanted}.")
+    block = getattr(getattr(drafter, "config", None), "block_size", None)
+    if wanted in HEADS and word.number and block and word.number > block:
+        raise ValueError(f"{word.name}: this drafter's block has {block} rows; ask for at most so many.")
 
 
 def _word(word: str) -> Word:

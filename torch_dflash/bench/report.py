@@ -97,7 +97,11 @@ def _notes(results: dict[str, Any]) -> str:
     parted, ties = (sum(row[name] for row in rows) for name in ("parted", "ties"))
     left_out = sum(counted["left_out"] for counted in results["counts"].values())
     notes = f"{parted} decoded texts part from plain decoding's, {ties} of them at a tie"
-    return f"{notes}; {left_out} questions beyond the longest prompt were left out."
+    notes += f"; {left_out} questions beyond the longest prompt were left out."
+    names = {name for counted in results["counts"].values() for name in counted["methods"]}
+    theirs = any(name.startswith("hf") for name in names)
+    few = results.get("options", {}).get("decoded")
+    return notes + (f" hf rows are of the first {few} answers of each set." if theirs and few else "")
 
 
 def _turned(by_method: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -79,14 +79,15 @@ class Bench:
         """The figures of one method on a set's answers: how they were had, and `Count.row`.
 
         Raises:
-            AssertionError: decoded rounds are not those of the replay, where the text is the same.
+            StageError: decoded rounds are not those of the replay, where the text is the same; or
+                transformers' own call does not take the drafter.
         """
         few = answers[: self.options.decoded]
         if method.plain:
             rounds = [[1] * (len(text) - 1) for _, text in answers]
             return {"by": "its texts"} | Count(rounds, [False] * len(rounds)).row()
         if method.theirs is not None:
-            return {"by": "decoded"} | self._theirs(method, few).row()
+            return {"by": "decoded"} | self._theirs(name, method, few).row()
         if not method.weights:
             return {"by": "decoded"} | self._decoded(method, answers).row()
         count = self._replayed(method, answers)
@@ -95,7 +96,8 @@ class Bench:
         for own, other, same in zip(decoded.rounds, count.rounds, decoded.same, strict=False):
             checked += same
             if same and own != other:
-                raise AssertionError(f"{name}, {method.name}: decoded rounds {own}, replayed {other}.")
+                found = f"decoded rounds {own}, replayed {other}"
+                raise StageError(f"{name}, {method.name}: {found}; report this.")
         figures = {"by": "replayed", "decoded": len(few), "equal_to_replay": checked}
         return figures | count.row() | {"parted": decoded.parted, "ties": decoded.ties}
 
@@ -130,10 +132,15 @@ class Bench:
         self._compare(count, answers, texts)
         return count
 
-    def _theirs(self, method: Method, answers: Answers) -> Count:
+    def _theirs(self, name: str, method: Method, answers: Answers) -> Count:
         answer, texts, count = transformers_own(self.target, self.stops, **method.theirs or {}), [], Count()
         for prompt, _ in answers:
-            found = answer(torch.tensor([prompt]), self.options.max_new_tokens, lambda piece: None)
+            try:
+                found = answer(torch.tensor([prompt]), self.options.max_new_tokens, lambda piece: None)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise StageError(
+                    f"{name}, {method.name}: transformers' generate does not take it ({error}); leave it out."
+                ) from error
             rounds = list(map(len, found.pieces[1:]))
             count.add([rounds], [found.tokens[-1] not in self.stops])
             texts.append(found.tokens)
@@ -171,6 +178,9 @@ def run(
         StageError: what they hold is of other prompts or texts, or no question fits.
     """
     counts, walls = results.setdefault("counts", {}), results.setdefault("walls", {})
+    if bench.longest < 1:
+        new = bench.options.max_new_tokens
+        raise StageError(f"max_new_tokens={new}: leaves no room for a prompt in {context_of(bench.target)}.")
     for name, prompts in sets.items():
         asked = prompts_checksum(bench, prompts)
         if texts.get(name, {}).get("prompts_checksum", asked) != asked:
@@ -181,25 +191,39 @@ def run(
             texts[name] = bench.texts(name, prompts) | {"prompts_checksum": asked}
             keep()
         answers: Answers = texts[name]["answers"]
-        if not answers:
-            continue
         of_texts = {key: texts[name][key] for key in ("left_out", "checksum")}
         own = counts.setdefault(name, of_texts | {"methods": {}})
+        if not answers:
+            continue
         if own["checksum"] != of_texts["checksum"]:
             raise StageError(
                 f"{name}: the figures that are kept are of other texts; name another --json file."
             )
         for method in bench.methods:
-            if method.name not in own["methods"]:
-                own["methods"][method.name] = bench.count(name, method, answers)
+            kept = own["methods"].get(method.name)
+            if kept is None:
+                own["methods"][method.name] = bench.count(name, method, answers) | _of_drafter(method)
                 own["provenance"] = provenance()
                 keep()
-        if bench.options.walls and name not in walls:
-            walls[name] = {"methods": bench.walls(name, answers), "provenance": provenance()}
+            elif kept.get("drafter", 0) != method.checksum:
+                raise StageError(
+                    f"{name}, {method.name}: the figures that are kept are of another drafter; name another "
+                    "--json file."
+                )
+        asked_walls = {"answers": bench.options.walls}
+        timed = walls.get(name, {}) if walls.get(name, {}).items() >= asked_walls.items() else {}
+        if bench.options.walls and not {one.name for one in bench.methods} <= timed.get("methods", {}).keys():
+            # Methods take turns, so that a further one is timed with all.
+            found = {"methods": bench.walls(name, answers), "provenance": provenance()}
+            walls[name] = asked_walls | found
             keep()
-    if not counts:
+    if not any(own["methods"] for own in counts.values()):
         room = f"{bench.longest} tokens long, the room that max_new_tokens and max_prompt_tokens leave"
         raise StageError(f"no question of {', '.join(sets)} is at most {room}; lower or raise them.")
+
+
+def _of_drafter(method: Method) -> dict[str, int]:
+    return {"drafter": method.checksum} if method.checksum else {}
 
 
 def prompts_checksum(bench: Bench, prompts: list[Prompt]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,21 @@ if TYPE_CHECKING:
 
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 METHODS = "plain,lookup,lookahead,hf,hf-lookup"
-CHANGED = 1
+CHANGED, CONTEXT = 1, 4096
 
 
 def _check(arguments: SimpleNamespace) -> None:
     check_device(arguments)
     check_writable(json=arguments.json, texts=arguments.texts)
+    if arguments.price is not None and not isfinite(arguments.price):
+        raise UserError(f"--price {arguments.price}: must be a number of dollars.")
+    if arguments.price is not None and not (arguments.walls or arguments.json):
+        raise UserError("--price: is for --walls or a --json with times; add one, or leave this out.")
+    if arguments.context is not None and arguments.chip is None:
+        raise UserError(f"--context {arguments.context}: is for --chip; add it, or leave this out.")
+    if arguments.chip is not None and arguments.chip not in TOPOLOGIES and ":" not in arguments.chip:
+        known = ", ".join(TOPOLOGIES)
+        raise UserError(f"--chip {arguments.chip}: is none of {known}, and no topology as v5p:2x2x1 is.")
     if arguments.chips is not None and arguments.price is None:
         raise UserError(f"--chips {arguments.chips}: is for --price; add it, or leave this out.")
     if arguments.chip is not None and arguments.json is None:
@@ -49,7 +59,7 @@ def _check(arguments: SimpleNamespace) -> None:
         *options_of(BenchOptions),
         option("--chip", metavar="CHIP",
                help="Decode nothing: compile each method's round for a TPU, and derive bounds of its speed."),
-        option("--context", type=COUNT, default=4096, metavar="N", help="Tokens a row, for --chip."),
+        option("--context", type=COUNT, metavar="N", help=f"Tokens a row, for --chip ({CONTEXT})."),
         option("--price", type=click.FloatRange(min=0, min_open=True), metavar="P",
                help="Dollars a chip-hour: adds dollars a million tokens."),
         option("--chips", type=COUNT, metavar="N", help="Chips that are paid for (1)."),
@@ -65,7 +75,7 @@ def _check(arguments: SimpleNamespace) -> None:
 )  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
     """Fill the files with what they lack, print the tables; returns the exit status."""
-    from torch_dflash.bench.report import add_dollars, tables
+    from torch_dflash.bench.report import add_dollars, bounds, tables
     from torch_dflash.bench.run import run as run_bench
     from torch_dflash.bench.sets import read_sets
     from torch_dflash.storage.files import StageError, write_json
@@ -94,6 +104,9 @@ def run(arguments: SimpleNamespace) -> int:
     except KeyboardInterrupt:
         fail("bench", "interrupted; run the same command again to go on from here.")
         return INTERRUPTED
+    if "derived" in figures:
+        figures["bounds"] = bounds(figures)
+    figures.pop("dollars", None)  # an earlier run's price is not this one's
     if arguments.price is not None:
         add_dollars(figures, arguments.price, arguments.chips or 1)
     keep()
@@ -115,7 +128,7 @@ def _bench(arguments: SimpleNamespace) -> Bench:
     def load(source: str) -> Any:
         return load_named(arguments.target, source, **place, offered=["demo"]).drafter
 
-    with refusing(ValueError, TypeError, before="--methods: "):
+    with refusing(ValueError, TypeError, before="--methods "):
         methods = make_methods(words, load)
     options, template = read_options(BenchOptions, arguments), template_options(arguments)
     return Bench(loaded.target, loaded.tokenizer, methods, options, template)
@@ -126,12 +139,13 @@ def _identity(arguments: SimpleNamespace, bench: Bench) -> dict[str, Any]:
     from torch_dflash.cli.train.stage import target_name
     from torch_dflash.storage.files import checksum_of
 
-    embedding = bench.target.get_input_embeddings().weight
+    # A fine-tuned target may have the embedding of its base.
+    some = {name: weight.detach().flatten()[:64].cpu() for name, weight in bench.target.named_parameters()}
     names = ("limit", "max_new_tokens", "max_prompt_tokens", "batch_size", "runtime")
     return {
         "target": target_name(arguments.target),
         "dtype": str(bench.target.dtype).removeprefix("torch."),
-        "target_checksum": checksum_of({"embedding": embedding.detach().cpu()}),
+        "target_checksum": checksum_of(some),
         "chat_template_kwargs": bench.template,
         **{name: getattr(bench.options, name) for name in names},
     }
@@ -145,7 +159,10 @@ def _kept(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
         before = dict(content["options"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        counted = [one["methods"] for one in content.get("counts", {}).values()]
+        if not all(isinstance(row, dict) for rows in counted for row in dict(rows).values()):
+            raise TypeError(path)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{field}holds no figures of this command; name another file.") from error
     for name, value in options.items():
         if before.get(name) != value:
@@ -155,7 +172,6 @@ def _kept(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
 
 def _derive(arguments: SimpleNamespace, bench: Bench, figures: dict[str, Any]) -> None:
     """Compile every method's own round and put its bytes and bounds into ``figures``."""
-    from torch_dflash.bench.report import bounds
     from torch_dflash.cli import tpu
 
     if not figures.get("counts"):
@@ -167,8 +183,8 @@ def _derive(arguments: SimpleNamespace, bench: Bench, figures: dict[str, Any]) -
         from jax_bridge.aot.methods import derive_rounds
 
         drafters = {method.name: method.drafter for method in bench.methods if method.theirs is None}
-        sizes = {"context": arguments.context, "topology": topology, "status": print_status}
+        context = arguments.context or CONTEXT
+        sizes = {"context": context, "topology": topology, "status": print_status}
         rounds = derive_rounds(bench.target.config, drafters, **sizes)
-    figures["derived"] = {"topology": topology, "context": arguments.context, "batch": 1, "methods": rounds}
+    figures["derived"] = {"topology": topology, "context": context, "batch": 1, "methods": rounds}
     figures["derived"]["provenance"] = provenance()
-    figures["bounds"] = bounds(figures)
