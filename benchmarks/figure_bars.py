@@ -1,4 +1,4 @@
-"""The picture of the README: tokens a target pass as bars, in an SVG of a few kilobytes."""
+"""Tokens a target pass as bars, by prompt set and method: SVGs of a few kilobytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ LEFT, BAR, GAP, TOP, UNIT = 92, 14, 14, 62, 190  # pixels; UNIT: of one token
 
 def bars(figures: dict[str, Any]) -> str:
     """The SVG for the JSON of ``benchmarks/trees.py``."""
-    sets = {name: row | {"plain": 1.0} for name, row in figures["tokens a round"].items()}
-    longest = max(row[form] for row in sets.values() for form, _ in METHODS.values())
-    group = len(METHODS) * BAR + GAP
+    return bars_of({name: row | {"plain": 1.0} for name, row in figures["tokens a round"].items()}, METHODS)
+
+
+def bars_of(sets: dict[str, dict[str, float]], methods: dict[str, tuple[str, str]]) -> str:
+    """The SVG of ``sets``, by name the tokens of each form; ``methods``: by name a form and its colour."""
+    longest = max(row[form] for row in sets.values() for form, _ in methods.values())
+    group = len(methods) * BAR + GAP
     width, height = LEFT + round(longest * UNIT) + 60, TOP + len(sets) * group + 6
     target = "SmolLM2-135M-Instruct"
     parts = [
@@ -32,15 +36,15 @@ def bars(figures: dict[str, Any]) -> str:
         f"({escape(target)}, greedy)</text>",
     ]
     at = 12
-    for method, (_, colour) in METHODS.items():
+    for method, (_, colour) in methods.items():
         parts.append(f'<rect x="{at}" y="33" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{at + 18}" y="43">{method}</text>')
         at += 36 + 7 * len(method)
     for number, (name, row) in enumerate(sets.items()):
         top = TOP + number * group
-        middle = top + len(METHODS) * BAR // 2 + 4
+        middle = top + len(methods) * BAR // 2 + 4
         parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{NAMES.get(name, name)}</text>')
-        for place, (form, colour) in enumerate(METHODS.values()):
+        for place, (form, colour) in enumerate(methods.values()):
             value = row[form]
             y, long = top + place * BAR, round(value * UNIT)
             parts.append(f'<rect x="{LEFT}" y="{y}" width="{long}" height="{BAR - 2}" fill="{colour}"/>')

@@ -8,6 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from family_tables import counts, tables, verdict
+from figure_compare import (
+    compare_bytes,
+    compare_checks,
+    compare_dollars,
+    compare_error,
+    compare_fit_title,
+    compare_fits,
+    compare_law,
+    compare_methods,
+    compare_tau,
+    compare_walls,
+)
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids, slots_cpu
 from figure_demo import (
     demo,
@@ -385,4 +397,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "slices-aot": slices_aot,
     "slices-hybrids": slices_hybrids,
     "slices-needed": slices_needed,
+    "compare-tau": compare_tau,
+    "compare-error": compare_error,
+    "compare-checks": compare_checks,
+    "compare-law": compare_law,
+    "compare-walls": compare_walls,
+    "compare-bytes": compare_bytes,
+    "compare-dollars": compare_dollars,
+    "compare-methods": compare_methods,
+    "compare-fit-title": compare_fit_title,
+    "compare-fits": compare_fits,
 }

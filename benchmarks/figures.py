@@ -19,6 +19,7 @@ from pathlib import Path
 
 from figure_bars import bars
 from figure_blocks import BLOCKS, result
+from figure_compare import compare_bars, compare_curves, compare_depths
 from figure_kflat import PAIRS, times
 from figure_trees import curves
 
@@ -27,6 +28,7 @@ from torch_dflash.train.export import add_figures
 ROOT = Path(__file__).parents[1]
 CARD = ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash"
 PICTURE, TREES, ROWS = (ROOT / f"docs/{name}.svg" for name in ("acceptance", "trees", "kflat"))
+COMPARED = {"compare": compare_bars, "compare_depth": compare_depths, "compare_fit": compare_curves}
 MARKED = re.compile(r"<!-- figures: ([a-z0-9-]+) -->(.*?)<!-- end -->", flags=re.S)
 
 
@@ -60,6 +62,7 @@ def main() -> None:
     """Write every page, the pictures and the model card; say which changed."""
     made = {page: filled(page.read_text()) for page in pages()}
     made |= {PICTURE: bars(result("trees")), TREES: curves(result("trees")), ROWS: by_rows()}
+    made |= {ROOT / f"docs/{name}.svg": drawn() for name, drawn in COMPARED.items()}
     for page, text in made.items():
         if not page.exists() or page.read_text() != text:
             page.write_text(text)

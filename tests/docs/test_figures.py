@@ -48,6 +48,8 @@ def test_the_picture_is_what_make_figures_draws():
     assert FIGURES["PICTURE"].stat().st_size < 20_000
     assert FIGURES["curves"](result("trees")) == FIGURES["TREES"].read_text(), "run: make figures"
     assert FIGURES["by_rows"]() == FIGURES["ROWS"].read_text(), "run: make figures"
+    for name, drawn in FIGURES["COMPARED"].items():
+        assert drawn() == (ROOT / f"docs/{name}.svg").read_text(), "run: make figures"
 
 
 def test_a_tree_moves_what_a_chain_of_as_many_rows_moves():
@@ -103,7 +105,9 @@ def test_an_unknown_block_is_refused():
 )
 def test_every_json_says_where_it_is_from(path):
     found = json.loads(path.read_text())
-    origins = [found] if "provenance" in found else list(found["sets"].values())
+    parts = [found.get(part, {}) for part in ("sets", "counts", "walls")]
+    origins = [found] if "provenance" in found else [one for part in parts for one in part.values()]
+    assert origins
     for origin in (one["provenance"] for one in origins):
         assert {"command", "date", "packages", "hardware"} <= set(origin)
         assert "/tmp" not in origin["command"] and "/home" not in origin["command"]
