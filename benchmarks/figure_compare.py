@@ -67,7 +67,7 @@ def compare_error() -> str:
 
 
 def compare_checks() -> str:
-    """How many answers were decoded, equal to the replay, and how many parted, by whose decoding."""
+    """Answers that were decoded, equal to the replay, and those that parted, by whose decoding."""
     counts = _counts()
     theirs = [row for name, own in counts.items() if name.startswith("hf") for row in own.values()]
     ours = [row for name, own in counts.items() if not name.startswith("hf") for row in own.values()]
