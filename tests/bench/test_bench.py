@@ -334,6 +334,21 @@ def test_figures_of_another_drafter_are_no_rows(world, tmp_path, capsys):
         assert (status, words in err) == (2, True), (more, err)
 
 
+@pytest.mark.slow
+def test_the_bundled_pair(tmp_path, capsys):
+    """Drafts are accepted, replays are decoding, and no text parts elsewhere than at a tie."""
+    from support import ROOT
+
+    json_file, prompts = tmp_path / "figures.json", ROOT / "data/eval/gsm8k.jsonl"
+    words = ["bench", "--target", "demo", "--methods", "lookup,dflash=demo,tree:8,union:8,hf-dflash"]
+    words += ["--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "24", "--decoded", "2"]
+    assert main([*words, "--runtime", "eager", "--dtype", "float32", "--json", str(json_file)]) == 0
+    rows = json.loads(json_file.read_text())["counts"]["gsm8k"]["methods"]
+    assert all(row["parted"] == row["ties"] for row in rows.values())
+    assert rows["dflash"]["equal_to_replay"] == rows["union:8"]["equal_to_replay"] == 2
+    assert 1.5 < rows["dflash"]["tokens_per_round"] <= rows["union:8"]["tokens_per_round"] < 8
+
+
 def test_replay_that_is_no_decoding_is_an_error(world, monkeypatch):
     drafter = new_drafter(world.target, shape()).eval()
     method = Method("dflash", drafter, weights=1)
