@@ -322,7 +322,7 @@ def test_the_options_of_the_plan_are_those_that_can_be_given(capsys):
     shown = set(re.findall(r"^  (?:-q, )?--([a-z-]+)", capsys.readouterr().out, flags=re.M))
     plan = {"filters", "matmul-precision", "cache", "page-size", "pool-pages"}
     own = {*"model draft-model topology block-size verify-width context batch-size layers".split()}
-    assert shown == plan | own | {*"mesh passes dump-hlo json quiet kflat acceptance rows".split()}
+    assert shown == plan | own | {*"mesh passes dump-hlo json quiet kflat acceptance rows quantize".split()}
 
 
 def kflat_of(name, **how):

@@ -490,7 +490,7 @@ def test_other_kinds_of_drafters_are_told_apart(tmp_path):
     publish(tmp_path)
     with refuses(ValueError, "speculators_model_type='eagle3'", "torch_dflash.load_drafter"):
         td.DFlashDraftModel.from_pretrained(tmp_path)
-    with refuses(ValueError, "a drafter of Eagle3Config: pass a DFlash or DFlash2 drafter"):
+    with refuses(ValueError, "a drafter of Eagle3Config: pass a DFlash, DFlash2 or DSpark drafter"):
         PagedDrafter(pair()[1], 2)
     target, drafter = small_pair("llama")
     drafter.save_pretrained(tmp_path)

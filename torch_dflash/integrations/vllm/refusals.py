@@ -36,7 +36,7 @@ FAMILIES = {
     **dict.fromkeys(("gpt_oss", "laguna", "llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe")),
     **dict.fromkeys((*_READ_AS_TEXT, "gemma4:moe")),  # with --language-model-only
     **dict.fromkeys(("lfm2", "lfm2_moe", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"), _STATE),
-    "muse_glimmer": _IMAGES,
+    **dict.fromkeys(("muse_glimmer", "muse_spark"), _IMAGES),
     **dict.fromkeys(("kimi_k25", "mistral3:mistral4"), _LATENT),
     **dict.fromkeys(("beam", "mellum"), _NO_CLASS),
 }
