@@ -15,7 +15,7 @@ from torch_dflash.cache.spec import ByPosition, FreshRows, LayerSpec
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, dense_attention
 from torch_dflash.ops.block_attention import Past, block_attention
-from torch_dflash.ops.paged_attention import Pages, append_pages, paged_attention, pool_width
+from torch_dflash.ops.paged_attention import Pages, append_pages, pool_width
 from torch_dflash.ops.windows import clear_rows, reach, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
@@ -70,14 +70,6 @@ class SharedPages(PagedLayer):
         """Zeroed pages of one layer."""
         shape = plan.pages, spec.heads, plan.page_size, pool_width(spec.k_dim, 0)
         return cls(torch.zeros(shape, dtype=dtype, device=device))
-
-    def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Tensor, SharedPages | FreshRows]:
-        """As `PagedLayer.attend`."""
-        out, pool = paged_attention(inputs, Pages(self.pool, view.table))
-        layer = SharedPages(pool)
-        if inputs.tree is None:
-            return out, layer
-        return out, FreshRows(layer, inputs.key, inputs.value, inputs.start, view.table)
 
     def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> SharedPages:
         """Write the rows of one path of a tree; consumes self."""

@@ -39,7 +39,7 @@ class PagedLayer(ByPosition):
         Rows of a tree are not written: `FreshRows` keeps them until ``commit``.
         """
         out, pool = paged_attention(inputs, Pages(self.pool, view.table))
-        layer = PagedLayer(pool)
+        layer = type(self)(pool)
         if inputs.tree is None:
             return out, layer
         return out, FreshRows(layer, inputs.key, inputs.value, inputs.start, view.table)
