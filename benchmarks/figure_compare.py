@@ -188,7 +188,7 @@ def compare_fits() -> str:
 
 
 def compare_fit_title() -> str:
-    """What the fits' figures are of."""
+    """The title of the fits' figure: methods, budget, target."""
     found = result("compare/fit")
     return f"{found['title']}, {found['steps']} steps over {found['sequences']} sequences"
 

@@ -8,7 +8,15 @@ import torch
 import torch_dflash as td
 from jax_bridge.ops import LOWERED
 from torch_dflash.cache import recurrent
-from torch_dflash.ops import attention, block_attention, control_flow, paged_attention, spread, windows
+from torch_dflash.ops import (
+    attention,
+    block_attention,
+    control_flow,
+    latents,
+    paged_attention,
+    spread,
+    windows,
+)
 from torch_dflash.ops import attention as dense_attention
 from torch_dflash.ops import control_flow as on_host
 from torch_dflash.ops import spread as likeliest
@@ -21,8 +29,8 @@ from torch_dflash.targets import scans
 def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
-    modules = (attention, block_attention, control_flow, dense_attention, on_host, paged_attention, spread)
-    modules += (likeliest, recurrent, scans, stacked, windows)
+    modules = (attention, block_attention, control_flow, dense_attention, latents, on_host, paged_attention)
+    modules += (likeliest, recurrent, scans, spread, stacked, windows)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 
