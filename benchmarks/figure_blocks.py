@@ -20,7 +20,7 @@ from figure_compare import (
     compare_tau,
     compare_walls,
 )
-from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids, slots_cpu
+from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids, serve_cpu, slots_cpu
 from figure_demo import (
     demo,
     demo_chat,
@@ -384,6 +384,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu-distance": cpu_distance,
     "draft-ids": draft_ids,
     "slots-cpu": slots_cpu,
+    "serve-cpu": serve_cpu,
     "cpu-products": cpu_products,
     "cpu-steps": cpu_steps,
     "cpu-first-token": cpu_first_token,

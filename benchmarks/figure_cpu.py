@@ -82,6 +82,30 @@ def slots_cpu() -> str:
     )
 
 
+def serve_cpu() -> str:
+    """The server by its clients, with the drafter and without; what is compiled in costs."""
+    rows = []
+    for found in (result("serve_one_cpu"), result("serve_cpu")):
+        runs, shape = found["runs"], found["shape"]
+        for name, one in runs.items():
+            way, _, clients = name.partition(" ")
+            if clients.isdigit():
+                drafted = one["tokens_a_second"] / runs[f"plain {clients}"]["tokens_a_second"]
+                spent = one["cpu_seconds"] / runs[f"{way} map {clients}"]["cpu_seconds"]
+                shown = (one["tokens_a_second"], drafted, one["first_token"], one["gap"], spent)
+                cells = [
+                    f"{number:.{places}f}" for number, places in zip(shown, (1, 2, 2, 2, 2), strict=True)
+                ]
+                rows.append([clients, shape["rows"][clients], shape["new_tokens"], way, *cells])
+    head = ["clients", "rows", "new tokens", "drafts", "tokens/s", "of plain", "first token s", "gap s"]
+    full, lean = (runs[name]["cpu_seconds"] / runs[name]["rounds"] for name in ("full", "lean"))
+    spent = [found["compiling"][name]["cpu_seconds"] for name in ("drafter 8", "lean")]
+    return table([*head, "CPU s of map's"], *sorted(rows, key=lambda row: int(row[0]))) + (
+        f"\n\nA greedy round takes {full / lean:.2f} times the CPU seconds with everything compiled "
+        f"in, and compiling {spent[0]:.0f} CPU seconds instead of {spent[1]:.0f}."
+    )
+
+
 def cpu_distance() -> str:
     """The distance of other arithmetics from float32."""
     rows = [

@@ -1,10 +1,12 @@
 """Measures `torch-dflash serve` on the bundled pair: tokens a second, first tokens, gaps, CPU seconds.
 
     python benchmarks/serve.py --json docs/results/serve_cpu.json
+    python benchmarks/serve.py --clients 1 --tokens 128 --json docs/results/serve_one_cpu.json
 
-Two servers of one process, with the drafter and without, take the same prompts in turns from 1, 4 and 16
-clients of another process, which is this file again with --client. "map" is `engine.map` of the same prompts;
-"lean" is an engine that holds what a greedy request needs alone, and is timed in turns with the full one.
+Servers of one process, with a drafter, with a union of drafter and lookup, and plain, take the same prompts
+in turns from clients of another process, which is this file again with --client. One client has servers of
+one row, 4 and 16 clients have servers of 8. "map" is `engine.map` of the same prompts; "lean" an engine that
+holds what a greedy request needs alone, and is timed in turns with the full one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,12 +32,14 @@ import torch_dflash as td
 from torch_dflash.cli.outputs import write_results
 from torch_dflash.cli.serve import PARTS
 
-CLIENTS = 1, 4, 16
-TOPICS = (
-    "rainbows tides volcanoes magnets mirrors clocks bridges kites whales bees coffee bread salt paper glass "
-    "rust yeast soap"
-).split()
-SHAPE = {"max_length": 256, "batch_size": 8, "rounds_per_chunk": 4, "prefill_chunk_size": 32}
+CLIENTS = {1: 1, 4: 8, 16: 8}
+"""Clients, and the rows of their servers: on a CPU a row that is free costs its products all the same."""
+WAYS = {1: ("plain", "drafter", "union"), 8: ("plain", "drafter")}
+"""Ways to decode by rows: a union's pass has 8 nodes a row, more than two cores take at once for 8 rows."""
+SETS = "gsm8k", "mbpp", "humaneval", "mt-bench"
+MOST = 18
+"""Prompts, of each set in turn."""
+SHAPE = {"max_length": 512, "rounds_per_chunk": 4, "prefill_chunk_size": 32}
 FULL = {
     "processors": tuple(name for names in PARTS.values() for name in names),
     "outputs": ("output_logprobs",),
@@ -44,21 +49,23 @@ LEAN = {"processors": (), "filters": False}
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
 
-def chat(topic: str) -> list[dict[str, str]]:
-    """A question."""
-    return [{"role": "user", "content": f"Explain {topic} in a few sentences."}]
+def chats() -> list[list[dict[str, str]]]:
+    """Questions of all sets."""
+    lines = [(Path("data/eval") / f"{name}.jsonl").read_text().splitlines() for name in SETS]
+    turns = [json.loads(line)["turns"][0] for together in zip(*lines, strict=False) for line in together]
+    return [[{"role": "user", "content": turn}] for turn in turns[:MOST]]
 
 
 async def ask(url: str, clients: int, requests: int, tokens: int) -> dict[str, Any]:
     """The figures of ``clients`` that send ``requests`` one after the other, as streams."""
-    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0)
+    client, asked = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0), chats()
     waiting, first, gaps, texts = iter(range(requests)), [], [], {}
 
     async def one() -> None:
         for number in waiting:
             text, at = "", time.perf_counter()
             options: dict[str, Any] = {"stream": True, "max_tokens": tokens, "temperature": 0}
-            options |= {"model": "demo", "messages": chat(TOPICS[number]), "extra_body": {"ignore_eos": True}}
+            options |= {"model": "demo", "messages": asked[number], "extra_body": {"ignore_eos": True}}
             async for event in await client.chat.completions.create(**options):
                 if piece := event.choices[0].delta.content:
                     now = time.perf_counter()
@@ -117,17 +124,23 @@ def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: statistics.median(one[name] for one in runs) for name in names} | {"equal_texts": equal}
 
 
-def summary(compiling: dict[str, Any], runs: dict[str, list[dict[str, Any]]], tokens: int) -> dict[str, Any]:
+def summary(
+    compiling: dict[str, Any], runs: dict[str, list[dict[str, Any]]], tokens: int, turns: int
+) -> dict[str, Any]:
     """The medians so far, and whether drafts have changed a text."""
-    texts = {name: many[0]["texts"] for name, many in runs.items()}
-    drafted = {name: found for name, found in texts.items() if name.startswith("drafter ")}
-    same = all(found == texts[name.replace("drafter", "plain")] for name, found in drafted.items())
+    texts = {tuple(name.split()): many[0]["texts"] for name, many in runs.items() if " " in name}
+    same = all(found == texts["plain", *rest] for (_, *rest), found in texts.items())
     return {
-        "shape": SHAPE | {"new_tokens": tokens, "repetitions": len(runs["lean"])},
+        "shape": SHAPE | {"new_tokens": tokens, "repetitions": turns, "rows": CLIENTS},
         "compiling": compiling,
         "same_texts_drafted_and_plain": same,
         "runs": {name: middle(many) for name, many in runs.items()},
     }
+
+
+def requests_of(clients: int) -> int:
+    """The requests that so many clients send together."""
+    return max(4, min(2 * clients, MOST))
 
 
 def main() -> None:
@@ -136,8 +149,8 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS), choices=CLIENTS)
     asked = parser.parse_args()
     if asked.client:
         url, *numbers = asked.client
@@ -145,37 +158,44 @@ def main() -> None:
         return
     jax.config.update("jax_enable_compilation_cache", False)  # programs of another run cost no time
     target, drafter, tokenizer = td.load_demo_pair()
+    proposers: dict[str, tuple[Any, dict[str, Any]]] = {
+        "plain": (None, {}),
+        "drafter": (drafter, {"verify_width": 4}),
+        "union": (td.Union(td.NGramProposer(), drafter, rows=8), {}),
+    }
+    rows = [tokenizer.apply_chat_template(one, add_generation_prompt=True) for one in chats()]
+    prompts = [list(getattr(ids, "input_ids", ids)) for ids in rows]
+    sizes = {CLIENTS[clients] for clients in asked.clients}
+    made = [(way, size, FULL, f"{way} {size}") for size in sorted(sizes) for way in WAYS[size]]
+    made += [("drafter", 8, LEAN, "lean")] if 8 in sizes else []
     engines: dict[str, Any] = {}
     compiling = {}
-    for name, (proposer, parts) in {
-        "drafter": (drafter, FULL),
-        "plain": (None, FULL),
-        "lean": (drafter, LEAN),
-    }.items():
-        width = {} if proposer is None else {"verify_width": 4}
-        engine = engines[name] = td.compile(target, proposer, **SHAPE, **parts, **width)
+    for way, size, parts, name in made:
+        proposer, width = proposers[way]
+        engine = engines[name] = td.compile(target, proposer, batch_size=size, **SHAPE, **parts, **width)
         run = timed(lambda engine=engine: engine.warmup(progress=False, slots=True))
         compiling[name] = {"seconds": run["wall"], "cpu_seconds": run["cpu"]}
         print("compiling", name, compiling[name], flush=True)
-    rows = [tokenizer.apply_chat_template(chat(topic), add_generation_prompt=True) for topic in TOPICS]
-    prompts = [list(getattr(ids, "input_ids", ids)) for ids in rows]
-    apps = {name: td.asgi_app(engines[name], tokenizer, name="demo") for name in ("drafter", "plain")}
+        mapped(engine, prompts[: 2 * size], 8)
     runs: dict[str, list[dict[str, Any]]] = {}
     results: dict[str, Any] = {}
-    with listening(apps["drafter"]) as drafted, listening(apps["plain"]) as plain:
+    with ExitStack() as open_servers:
+        urls = {
+            name: open_servers.enter_context(listening(td.asgi_app(engine, tokenizer, name="demo")))
+            for name, engine in engines.items()
+            if name != "lean"
+        }
         for turn in range(asked.repetitions):
-            ways = {"drafter": drafted, "plain": plain}
-            for name in ways if turn % 2 else reversed(list(ways)):
-                for clients in asked.clients:
-                    requests = max(4, min(2 * clients, len(TOPICS)))
-                    one = crowd(ways[name], clients, requests, asked.tokens)
-                    runs.setdefault(f"{name} {clients}", []).append(one)
-                    alike = mapped(engines[name], prompts[:requests], asked.tokens)
-                    runs.setdefault(f"{name} map {requests}", []).append(alike)
-            for name in ("drafter", "lean") if turn % 2 else ("lean", "drafter"):
-                key = "full" if name == "drafter" else name
+            for clients in asked.clients:
+                size, requests = CLIENTS[clients], requests_of(clients)
+                for way in WAYS[size][:: 1 if turn % 2 else -1]:
+                    one = crowd(urls[f"{way} {size}"], clients, requests, asked.tokens)
+                    runs.setdefault(f"{way} {clients}", []).append(one)
+                    alike = mapped(engines[f"{way} {size}"], prompts[:requests], asked.tokens)
+                    runs.setdefault(f"{way} map {clients}", []).append(alike)
+            for key, name in {"full": "drafter 8", "lean": "lean"}.items() if 8 in sizes else ():
                 runs.setdefault(key, []).append(mapped(engines[name], prompts[:8], asked.tokens))
-            results = summary(compiling, runs, asked.tokens)
+            results = summary(compiling, runs, asked.tokens, turn + 1)
             if asked.json:  # after each turn: a run may be cut short
                 write_results(asked.json, results)
     print(json.dumps(results, indent=1))

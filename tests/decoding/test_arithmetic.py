@@ -92,7 +92,9 @@ def test_each_linear_weight_is_multiplied_in_the_type_asked_for():
         assert torch.equal(jb.to_torch(plain(params[head])), pair[0].model.embed_tokens.weight)
 
 
-def test_a_changed_weight_is_quantised_anew():
+@pytest.mark.parametrize("device", ["cpu", "tpu"])  # whose form of int8 it is
+def test_a_changed_weight_is_quantised_anew(monkeypatch, device):
+    monkeypatch.setitem(layout.ARITHMETIC, "cpu", layout.ARITHMETIC[device])
     target, _ = make_pair("llama")
     engine = td.compile(target, None, max_length=64, quantize="int8")
     name = "target.model.model.layers.0.mlp.up_proj.weight"

@@ -118,7 +118,7 @@ def run(arguments: SimpleNamespace) -> int:
 def _bench(arguments: SimpleNamespace) -> Bench:
     from torch_dflash.bench.methods import make_methods, read_words
     from torch_dflash.bench.run import Bench
-    from torch_dflash.cli.loading import load_named
+    from torch_dflash.cli.loading import load_named, load_named_drafter
 
     place = {"dtype": arguments.dtype, "device": arguments.device}
     with refusing(ValueError, before="--methods "):
@@ -126,7 +126,7 @@ def _bench(arguments: SimpleNamespace) -> Bench:
     loaded = load_named(arguments.target, None, **place)
 
     def load(source: str) -> Any:
-        return load_named(arguments.target, source, **place, offered=["demo"]).drafter
+        return load_named_drafter(source, **place, offered=["demo"])
 
     with refusing(ValueError, TypeError, before="--methods "):
         methods = make_methods(words, load)

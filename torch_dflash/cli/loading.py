@@ -68,14 +68,27 @@ def load_named(
     Raises:
         UserError: a model does not exist, cannot be read, or is of the wrong kind.
     """
-    kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
-    drafter = "none" if drafter is None else drafter
-    place = place_of(device)
+    place, kind = place_of(device), kind_of(dtype)
     if target in TARGETS:
         with refusing(DemoModelError, before=f"--target {target}: "):
             model, tokenizer = TARGETS[target](kind)
     else:
         model, tokenizer = _load_target(target, kind)
+    found: dict[str, Any] = {"dtype": dtype, "device": device, "block_size": block_size, "offered": offered}
+    drafts = load_named_drafter("none" if drafter is None else drafter, **found)
+    return Loaded(model.to(place).eval(), tokenizer, drafts)
+
+
+def load_named_drafter(
+    drafter: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    block_size: int | None = None,
+    offered: Collection[str] = tuple(DRAFTERS),
+) -> Any:
+    """Load ``drafter`` by name; arguments and errors as of `load_named`."""
+    place, kind = place_of(device), kind_of(dtype)
     if drafter in DRAFTERS:
         with refusing(ValueError, before=f"--drafter {drafter}: "):
             drafts = DRAFTERS[drafter](kind, block_size)
@@ -83,9 +96,12 @@ def load_named(
         folder = existing("--drafter", drafter, offered)
         with reading("--drafter", drafter):
             drafts = load_drafter(folder, dtype=kind)
-    if isinstance(drafts, torch.nn.Module):
-        drafts = cast(Any, drafts).to(place).eval()
-    return Loaded(model.to(place).eval(), tokenizer, drafts)
+    return cast(Any, drafts).to(place).eval() if isinstance(drafts, torch.nn.Module) else drafts
+
+
+def kind_of(dtype: str) -> Any:
+    """The torch type that ``--dtype`` names; "auto" as it is."""
+    return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
 def load_configs(target: str, drafter: str, block_size: int | None, layers: int | None) -> tuple[Any, Any]:
