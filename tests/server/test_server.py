@@ -571,7 +571,7 @@ def test_what_is_no_engine_is_refused():
 
 
 def test_arrivals_at_random_say_what_they_say_alone(app):
-    """Two hundred requests of all kinds through a socket; a fifth leave, some are invalid."""
+    """Two hundred requests of all kinds through a socket: some leave, err, stop midway or read slowly."""
     crowd(app, 200, seed=1)
 
 
@@ -614,14 +614,30 @@ def crowd(app, count, seed):
             except (TimeoutError, httpx2.HTTPError):
                 pass
             return None
+        if kind == "half":
+            _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n")
+            writer.write(b'Content-Type: application/json\r\n\r\n{"model": "ti')
+            await writer.drain()
+            writer.close()
+            return await writer.wait_closed()
+        if kind == "slow":
+            async with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+                if answer.status_code == 200:
+                    async for _ in answer.aiter_bytes(40):
+                        await asyncio.sleep(0.01)
+            return answer.status_code in (200, 429)
         stream = draw.random() < 0.5 and "tools" not in body
-        answer = await http.post("/v1/chat/completions", json=body | {"stream": stream})
-        return said(answer) == known[json.dumps(body)]
+        while True:
+            answer = await http.post("/v1/chat/completions", json=body | {"stream": stream})
+            if answer.status_code != 429:
+                return said(answer) == known[json.dumps(body)]
+            await asyncio.sleep(float(answer.headers["retry-after"]))
 
     async def run(address):
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(base_url=address, timeout=600, limits=limits) as http:
-            kinds = [draw.choice(["left", "bad", "told", "told", "told"]) for _ in bodies]
+            kinds = [draw.choice(["left", "left", "bad", "half", "slow", *["told"] * 5]) for _ in bodies]
             found = await asyncio.gather(
                 *(one(http, body, kind) for body, kind in zip(bodies, kinds, strict=True))
             )
@@ -635,6 +651,8 @@ def crowd(app, count, seed):
         "told": {True},
         "bad": {400},
         "left": {None},
+        "half": {None},
+        "slow": {True},
     }
     asyncio.run(idle(app))
     assert not app.state.server.active and not app.state.server._reading

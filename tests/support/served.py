@@ -11,6 +11,7 @@ import uvicorn
 import torch_dflash as td
 from support.tiny import correlate, make_drafter, make_target
 from support.tokenizers import TEMPLATE, byte_tokenizer
+from torch_dflash.server.app import KEEP_ALIVE
 
 RULES = "repetition_penalty", "presence_penalty", "sequence_bias", "min_new_tokens", "grammar"
 SHAPE = {"max_length": 160, "batch_size": 4, "rounds_per_chunk": 3, "prefill_chunk_size": 16}
@@ -73,7 +74,8 @@ def events(text):
 @contextmanager
 def listening(app):
     """The address of a uvicorn of this process that serves ``app``."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+    options = {"port": 0, "log_level": "critical", "timeout_keep_alive": KEEP_ALIVE}
+    server = uvicorn.Server(uvicorn.Config(app, **options))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -34,6 +34,9 @@ MOST_BYTES = 4 << 20
 """Of a body."""
 PATIENCE = 60.0
 """Seconds for a client to send its body, and to take the next piece of a stream."""
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than clients keep theirs, or a request that is
+sent as the server closes would be lost."""
 
 
 def asgi_app(
@@ -314,7 +317,8 @@ class Draining(uvicorn.Server):
 
 def serve(app: FastAPI, host: str, port: int) -> int:
     """Serve ``app`` until a signal; returns the exit status."""
-    config = uvicorn.Config(app, host, port, log_level="warning", access_log=False)
+    quiet: Any = {"log_level": "warning", "access_log": False}
+    config = uvicorn.Config(app, host, port, timeout_keep_alive=KEEP_ALIVE, **quiet)
     config.timeout_graceful_shutdown = 1
     Draining(config).run()
     return 0 if app.state.server.failed is None else 1
