@@ -1,5 +1,8 @@
 """Bodies: every field of the client is used, without effect, or refused by name; faults name their field."""
 
+import time
+from dataclasses import replace
+
 import pytest
 from support.served import ask, body_of, served
 
@@ -76,6 +79,16 @@ FAULTS = {
     "tools without a parser": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "a variable that is none": ({"chat_template_kwargs": {"tokenize": False}}, "messages"),
+    "another's template": ({"chat_template_kwargs": {"chat_template": "x"}}, "messages"),
+    "a cut prompt": ({"chat_template_kwargs": {"truncation": True, "max_length": 4}}, "messages"),
+    "a bias beyond float32": ({"logit_bias": {"5": 1e39}}, "logit_bias"),
+    "a bias below float32": ({"logit_bias": {"5": -1e39}}, "logit_bias"),
+    "a presence beyond float32": ({"presence_penalty": 1e39}, "presence_penalty"),
+    "a frequency below float32": ({"frequency_penalty": -1e308}, "frequency_penalty"),
+    "a repetition beyond float32": ({"repetition_penalty": 1e308}, "repetition_penalty"),
+    "a repetition of 0 in float32": ({"repetition_penalty": 1e-60}, "repetition_penalty"),
+    "many stops": ({"stop": ["a"] * 65}, "stop"),
+    "no end": ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
     "another's tool": ({"tools": [{"type": "web_search"}]}, "tools.0.function"),
 }
 
@@ -104,6 +117,63 @@ def ask_raw(app):
     return asyncio.run(one())
 
 
+TEXT_FAULTS = {
+    "below an id": ({"prompt": [-1]}, "prompt"),
+    "beyond the vocabulary": ({"prompt": [500]}, "prompt"),
+    "many prompts": ({"prompt": ["a"] * 300}, "prompt"),
+    "many choices": ({"prompt": ["a", "b", "c"], "n": 100}, "n"),
+    "log-probabilities": ({"logprobs": 6}, "logprobs"),
+    "no ids": ({"prompt": [1.5] * 300_000}, "prompt.0"),
+    "no lists of ids": ({"prompt": [[True]] * 300_000}, "prompt.0.0"),
+}
+
+
+@pytest.mark.parametrize("fault", TEXT_FAULTS)
+def test_a_fault_of_a_completion_is_told_at_once(app, fault):
+    fields, param = TEXT_FAULTS[fault]
+    begun = time.process_time()
+    (answer,) = ask(app, {"model": "tiny", "prompt": "a", "max_tokens": 2} | fields, path="/v1/completions")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert time.process_time() - begun < 3
+
+
+OPTION_OF = {
+    "frequency_penalty": (0.5, "frequency_penalty"),
+    "presence_penalty": (0.5, "presence_penalty"),
+    "repetition_penalty": (1.5, "repetition_penalty"),
+    "temperature": (0.5, "temperature"),
+    "top_p": (0.5, "top_p"),
+    "top_k": (5, "top_k"),
+    "min_p": (0.5, "min_p"),
+    "logit_bias": ({"5": 1}, "sequence_bias"),
+    "min_tokens": (3, "min_new_tokens"),
+    "max_tokens": (3, "max_new_tokens"),
+    "max_completion_tokens": (3, "max_new_tokens"),
+    "ignore_eos": (True, "eos_token_id"),
+    "stop_token_ids": ([7], "eos_token_id"),
+    "logprobs": (True, "output_logprobs"),
+    "response_format": ({"type": "json_object"}, "grammar"),
+}
+
+
+@pytest.mark.parametrize("field", OPTION_OF)
+def test_a_field_reaches_the_engine(app, field):
+    model, (value, option) = app.state.server.model, OPTION_OF[field]
+    some = {name: given for name, given in body_of().items() if name != "max_tokens"}
+    without, told = (model.options(body, 4, None) for body in (some, some | {field: value}))
+    assert told[option] != without.get(option)
+
+
+def test_a_field_of_the_prompt_reaches_the_tokenizer(app):
+    class Tokenizer:
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [1, 5] if add_special_tokens else [5]}
+
+    model = replace(app.state.server.model, tokenizer=Tokenizer())
+    assert model.prompts({"prompt": "a"}) == [[1, 5]]
+    assert model.prompts({"prompt": "a", "add_special_tokens": False}) == [[5]]
+
+
 def test_too_long_a_prompt_has_openais_code(app):
     (answer,) = ask(app, body_of("x" * 300))
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
@@ -122,12 +192,13 @@ def test_a_part_that_was_left_out_is_named():
 def test_messages_reach_the_template_as_it_reads_them():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     sent_back = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]}
-    sent_back |= {"function_call": None, "annotations": None}
+    sent_back |= {"function_call": None, "annotations": None, "parsed": {"a": 1}, "thinking": "hm"}
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     body = {"model": "m", "messages": [{"role": "developer", "content": "d"}, parts, sent_back]}
     found = [bodies._for_template(one) for one in check_body(ChatBody, body)["messages"]]
     assert found[0] == {"role": "system", "content": "d"} and found[1]["content"] == "a\nb"
+    assert found[2]["thinking"] == "hm" and "parsed" not in found[2]
     assert found[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
-    assert found[2]["content"] == "" and found[2].keys() == {"role", "content", "tool_calls"}
+    assert found[2]["content"] == "" and found[2].keys() == {"role", "content", "tool_calls", "thinking"}
     with pytest.raises(Refused, match="Input should be"):
         check_body(ChatBody, body | {"messages": [{"role": "user", "content": 3}]})

@@ -31,6 +31,7 @@ from support.tokenizers import GROWING, TEMPLATE, byte_tokenizer
 import torch_dflash as td
 from torch_dflash.server import answers as answers_module
 from torch_dflash.server import app as app_module
+from torch_dflash.server.answers import Answers
 from torch_dflash.server.bodies import Model
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
@@ -149,6 +150,14 @@ def test_a_stop_string_is_in_no_text(app):
     assert short["usage"]["completion_tokens"] < long["usage"]["completion_tokens"]
 
 
+def test_a_stop_string_may_begin_before_the_least_tokens(app):
+    (whole,) = said(ask(app, body_of(max_tokens=40))[0])
+    at = next(at for at in range(3, 37) if whole.index(whole[at : at + 3]) == at)
+    for least, end in ((at + 2, at), (at + 3, at), (at + 4, None)):
+        (answer,) = ask(app, body_of(max_tokens=40, stop=whole[at : at + 3], min_tokens=least))
+        assert said(answer) == [whole[:end]], least
+
+
 def test_a_stop_string_counts_in_the_answer_alone_and_may_be_a_special_token(app):
     tokenizer = app.state.server.model.tokenizer
     (whole,) = said(ask(app, body_of())[0])
@@ -203,6 +212,11 @@ def test_calls_that_a_response_template_finds():
         {"name": "g", "arguments": '{"a": 1}'},
     ]
     assert len(one.json()["choices"][0]["message"]["tool_calls"]) == 1
+    tokenizer.parse_response = lambda ids, **_: {"content": tokenizer.decode(ids)}
+    (whole,) = said(ask(app, body_of(tools=[TOOL]))[0])
+    for stream in (False, True):
+        (cut,) = ask(app, body_of(tools=[TOOL], stop=whole[3:5], stream=stream))
+        assert said(cut) == [whole[: whole.index(whole[3:5])]]
     tokenizer.parse_response = lambda *_, **__: 1 / 0
     (text,) = ask(app, body_of(tools=[TOOL]))
     (off,) = ask(app, body_of(tools=[TOOL], tool_choice="none"))
@@ -396,18 +410,19 @@ def test_a_full_queue_says_when_to_come_again(app):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_its_request(app, stream):
+def test_a_client_that_leaves_cancels_all_its_choices(app, stream):
     async def run():
         leave, metrics = asyncio.Event(), app.state.server._metrics
         before = metrics._counts["generation_tokens"]._value.get()
-        task = asyncio.create_task(call(app, body_of(max_tokens=140, stream=stream), leave=leave))
+        task = asyncio.create_task(call(app, body_of(max_tokens=140, n=3, stream=stream), leave=leave))
         while metrics._counts["generation_tokens"]._value.get() == before:
             await asyncio.sleep(0.001)
         (answers,) = app.state.server.active
         leave.set()
         await task
         await idle(app)
-        assert len(answers.choices[0].tokens) < 140 and answers.handles[0].cancelled()
+        assert all(len(one.tokens) < 140 for one in answers.choices) and len(answers.handles) == 3
+        assert all(handle.cancelled() for handle in answers.handles)
         assert not app.state.server.active
 
     asyncio.run(run())
@@ -568,6 +583,38 @@ def test_what_is_no_engine_is_refused():
         td.asgi_app(spelling_pair()[0], byte_tokenizer())
     with refuses(ValueError, "queue"):
         served(queue=0)
+    with refuses(TypeError, "api_keys", "list"):
+        served(api_keys="sk-secret")
+    pair = spelling_pair()
+    pair[0].generation_config.stop_strings = ["zz"]
+    with refuses(ValueError, "generation_config", "stop_strings"):
+        served(pair)
+
+
+def test_a_port_that_is_taken_is_told_before_anything_loads():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = f"serve --target x --port {port}"
+        done = python(f"import sys; from torch_dflash.cli import main; sys.exit(main('{words}'.split()))")
+    assert done.returncode == 2 and f"--port {port}: " in done.stderr and "in use" in done.stderr
+
+
+def test_names_of_tokens_hold_their_spaces_and_differ(app):
+    class Strips:
+        """As of Llama-2: a text loses its first space."""
+
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [0]}
+
+        def decode(self, ids):
+            return "".join(["a", " cat", "s"][one] for one in ids).lstrip()
+
+    found = object.__new__(Answers)
+    found._tokenizer, found._names, found._before = Strips(), {}, [0]
+    assert [found._name(one) for one in range(3)] == ["a", " cat", "s"]
+    body = {"model": "tiny", "prompt": "ab", "max_tokens": 16, "logprobs": 5}
+    (answer,) = ask(app, body, path="/v1/completions")
+    assert {len(top) for top in answer.json()["choices"][0]["logprobs"]["top_logprobs"]} == {5}
 
 
 def test_arrivals_at_random_say_what_they_say_alone(app):

@@ -57,13 +57,15 @@ def _check(arguments: SimpleNamespace) -> None:
 def run(arguments: SimpleNamespace) -> int:
     """Serve until a signal; returns the exit status."""
     with refusing(ImportError):
-        from torch_dflash.server.app import asgi_app, serve
+        from torch_dflash.server.app import asgi_app, bound, serve
     import torch_dflash as td
     from torch_dflash.checks import context_of
     from torch_dflash.cli.job import composed
     from torch_dflash.cli.loading import load_named
     from torch_dflash.requests.rules import of_the_model
 
+    with refusing(OSError, before=f"--host {arguments.host} --port {arguments.port}: "):
+        at = bound(arguments.host, arguments.port)
     pair = {name: getattr(arguments, name) for name in ("dtype", "device", "block_size")}
     loaded = load_named(arguments.target, arguments.drafter, **pair)
     target, left_out = loaded.target, arguments.without
@@ -81,5 +83,5 @@ def run(arguments: SimpleNamespace) -> int:
         engine = td.compile(target, composed(arguments, loaded.drafter), **options)
         served["template_options"] = template_options(arguments)
         app = asgi_app(engine, loaded.tokenizer, **served)
-    print_status(f"torch-dflash serve: http://{arguments.host}:{arguments.port}/v1")
-    return serve(app, arguments.host, arguments.port)
+    print_status(f"torch-dflash serve: http://{arguments.host}:{at.getsockname()[1]}/v1")
+    return serve(app, at)

@@ -463,6 +463,8 @@ class Slots:
         request = self._engine.read_rows(input_ids, attention_mask, self._engine.split(requested))
         if len(request.rows) > 1:
             raise ValueError(f"input_ids has {len(request.rows)} rows: submit takes one; submit each.")
+        # A value that no tensor holds is an error here: in the loop it would be its neighbours', too.
+        row_requests([*request.rows], replace(self.plan, batch_size=1))
         return request
 
     def enqueue(

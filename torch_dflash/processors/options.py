@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
+
 from torch_dflash.checks import INT32_MAX, is_count, one_per_row, row_list
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,14 @@ def check_sequences(name: str, given: Any, vocab_size: int) -> list[tuple[tuple[
         form = "lists of token ids, as [[5], [7, 8]]"
         pairs = [(ids, -math.inf) for ids in given]
     else:
-        form = "lists of token ids with a bias, as [[[5], -1.5], [[7, 8], 2.0]]"
+        form = "lists of token ids with a bias in float32, as [[[5], -1.5], [[7, 8], 2.0]]"
         pairs = list(given.items()) if isinstance(given, dict) else [row_list(pair) for pair in given]
     found: dict[tuple[int, ...], float] = {}
     for pair in pairs:
         pair_ids, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
         ids = row_list(pair_ids)
-        number = isinstance(bias, int | float) and not isinstance(bias, bool) and bias < math.inf
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        number = number and bias is not None and (bias == -math.inf or abs(bias) <= FLOAT32_MAX)
         if not isinstance(ids, list) or not ids or not number or not all(map(is_count, ids)):
             shown = pair_ids if name == "bad_words_ids" else pair
             raise ValueError(f"{name} holds {shown!r}: must be {form}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from transformers.generation import logits_process
 
 from torch_dflash.ops.spread import spread
 from torch_dflash.processors.interface import Forgetful, Text, column
-from torch_dflash.processors.options import Batch, Option, TransformersCall, Twin
+from torch_dflash.processors.options import FLOAT32_MAX, Batch, Option, TransformersCall, Twin
 
 
 class Seen(NamedTuple):
@@ -40,6 +39,9 @@ def _ignores_padding(item: Any, call: TransformersCall) -> bool:
     return ignored is None and not any(call.padding)
 
 
+_FINITE = "a finite number in float32; 0.0 for none"
+
+
 @dataclass(frozen=True)
 class RepetitionPenalty(Forgetful):
     """``repetition_penalty`` (arXiv 1909.05858): on every id of the prompt and of the text, once."""
@@ -49,8 +51,8 @@ class RepetitionPenalty(Forgetful):
         Option(
             "repetition_penalty",
             1.0,
-            lambda v: 0 < v < math.inf,
-            "a number above 0; 1.0 for none",
+            lambda v: 1 / FLOAT32_MAX <= v <= FLOAT32_MAX,
+            "a number above 0 in float32; 1.0 for none",
             per_row=True,
             twin=Twin(
                 logits_process.RepetitionPenaltyLogitsProcessor,
@@ -91,7 +93,7 @@ class OccurrencePenalty(Forgetful):
 
     reads_text = False
     options = tuple(
-        Option(name, 0.0, math.isfinite, "a finite number; 0.0 for none", per_row=True, ours=True)
+        Option(name, 0.0, lambda v: abs(v) <= FLOAT32_MAX, _FINITE, per_row=True, ours=True)
         for name in ("presence_penalty", "frequency_penalty")
     )
 

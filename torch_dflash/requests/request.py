@@ -15,7 +15,7 @@ from torch_dflash.checks import INT32_MAX
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.grammars import RowGrammar
 from torch_dflash.processors.interface import Processor
-from torch_dflash.processors.options import Option, Twin, whole
+from torch_dflash.processors.options import FLOAT32_MAX, Option, Twin, whole
 from torch_dflash.processors.warpers import FIRST
 from torch_dflash.requests.logprobs import LogitOutputs
 from torch_dflash.requests.row_values import seed_key
@@ -24,7 +24,6 @@ from torch_dflash.rows import RowRequests
 from torch_dflash.state import Sampling
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
-FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _option(name: str, off: Any, holds: Any, must: str, kind: type, after: tuple[str, ...]) -> Option:

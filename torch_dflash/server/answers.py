@@ -41,7 +41,7 @@ class Choice:
         self.tokens: list[int] = []
         self.scores: list[tuple[float, list[tuple[int, float]]]] = []
         self._rounds: list[int] = []
-        self.text = self.finish = ""
+        self.text, self.finish, self.cut = "", "", False
         self.shown = self.scored = 0  # characters and log-probabilities that a stream has sent
         self.changed = time.perf_counter()
 
@@ -64,15 +64,21 @@ class Choice:
 
     def _add(self, piece: str) -> None:
         """Add text; a stop string ends it, and what may begin one waits."""
-        held, self._held = self._held + piece, ""
-        stops = self._stops if len(self.tokens) >= self._least else []
-        if found := [at for one in stops if (at := held.find(one)) >= 0]:
-            self.finish, held = "stop", held[: min(found)]
+        before, held, self._held = len(self._held), self._held + piece, ""
+        may, stops = len(self.tokens) >= self._least, self._stops  # a stop may begin before the least tokens
+        begins = lambda one: held.find(one, max(0, before - len(one) + 1))  # noqa: E731
+        if found := [at for one in stops if may and (at := begins(one)) >= 0]:
+            self.finish, self.cut, held = "stop", True, held[: min(found)]
         else:
             sizes = [(one, size) for one in stops for size in range(1, min(len(one), len(held) + 1))]
             cut = len(held) - max((size for one, size in sizes if held.endswith(one[:size])), default=0)
             held, self._held = held[:cut], held[cut:]
         self.text += held
+
+    def without_stops(self, text: str) -> str:
+        """A part of the answer as far as the stop string that has ended it."""
+        found = [at for one in self._stops if self.cut and (at := text.find(one)) >= 0]
+        return text[: min(found, default=None)]
 
     @property
     def kept(self) -> list[int]:
@@ -81,7 +87,7 @@ class Choice:
 
     def drafted(self, handle: Handle) -> int:
         """Tokens that were drafted in the rounds of `kept`."""
-        widths = handle.service.progress.widths if handle.service else {}
+        widths = dict(handle.service.progress.widths) if handle.service else {}  # another thread may add one
         drafts = sum((width - 1) * count for width, count in widths.items())
         kept = self.kept
         return max(round(drafts * len(kept) / max(sum(widths.values()), 1)), sum(kept) - len(kept))
@@ -103,6 +109,8 @@ class Answers:
         self.choices = [Choice(at, ids, model.tokenizer, stops, least) for at, ids in enumerate(prompts)]
         self._prompt = sum({id(ids): len(ids) for ids in prompts}.values())
         self.handles: list[Handle] = []
+        self._names: dict[int, str] = {}
+        self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         self._arrived = time.perf_counter()
         ident = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid4().hex}"
         self._head = {"id": ident, "created": int(time.time()), "model": model.name}
@@ -228,14 +236,25 @@ class Answers:
             return [(found["name"], json.dumps(found["arguments"]))], {}
         options = {"prefix": choice.prompt, "tools": self._body["tools"]}
         message = dict(self._tokenizer.parse_response(choice.tokens, **options))
+        if isinstance(content := message.get("content"), str):
+            message["content"] = choice.without_stops(content)
         functions = [call["function"] for call in message.pop("tool_calls", None) or ()]
         return [(one["name"], json.dumps(one["arguments"])) for one in functions], message
+
+    def _name(self, token: int) -> str:
+        """A token's text within a text: at the begin of one some tokenizers leave a space out."""
+        if token not in self._names:
+            before = self._tokenizer.decode(self._before)
+            text = self._tokenizer.decode([*self._before, token])
+            alone = text.startswith(before)
+            self._names[token] = text[len(before) :] if alone else self._tokenizer.decode([token])
+        return self._names[token]
 
     def _logprobs(self, choice: Choice, since: int = 0) -> dict[str, Any] | None:
         """The log-probabilities of tokens from ``since`` on; None: nobody asked, or there are none."""
         if self._top is None or since >= len(choice.tokens):
             return None
-        name = lambda token: self._tokenizer.decode([token])  # noqa: E731
+        name = self._name
         rows = list(zip(choice.tokens[since:], choice.scores[since:], strict=True))
         if self._chat:
             tops = [[_entry(name(one), q) for one, q in top[: self._top]] for _, (_, top) in rows]
@@ -243,7 +262,10 @@ class Answers:
             content = [one | {"top_logprobs": top} for one, top in zip(entries, tops, strict=True)]
             return {"content": content, "refusal": None}
         names = [name(token) for token in choice.tokens]
-        likely = [{name(one): max(q, LEAST) for one, q in top[: self._top]} for _, (_, top) in rows]
+        likely: list[dict[str, float]] = [{} for _ in rows]
+        for found, (_, (_, top)) in zip(likely, rows, strict=True):
+            for one, q in top[: self._top]:  # parts of characters share a name
+                found.setdefault(name(one) if name(one) not in found else f"token_id:{one}", max(q, LEAST))
         offsets = [*accumulate(map(len, names[:-1]), initial=0)][since:]
         found = {"tokens": names[since:], "token_logprobs": [max(p, LEAST) for _, (p, _) in rows]}
         return found | {"top_logprobs": likely if self._top else None, "text_offset": offsets}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -64,17 +65,21 @@ def asgi_app(
         template_options: variables of the chat template, under those of a request.
 
     Raises:
-        TypeError: ``engine`` or ``tokenizer`` is of another type. ValueError: ``queue`` is no number of at
-            least 1, a key is empty, or the engine is one of several processes.
+        TypeError: ``engine``, ``tokenizer`` or ``api_keys`` is of another type. ValueError: ``queue`` is no
+            number of at least 1, a key is empty, the engine is one of several processes, or the model's
+            ``generation_config`` asks for what no request of the engine can have.
     """
     check_loaded("tokenizer", tokenizer, "AutoTokenizer.from_pretrained({})")
     if not isinstance(engine, Engine):
         raise TypeError(f"engine={type(engine).__name__}: pass what torch_dflash.compile(...) gives.")
+    if isinstance(api_keys, str):
+        raise TypeError("api_keys: is a text, of which each letter would be a key; pass a list of keys.")
     if not all(api_keys):
         raise ValueError("api_keys: an empty key opens nothing; leave it out.")
     options = template_options or {}
     model = Model(name, tokenizer, engine.plan.capacity, lambda: engine._models.target, options)
     server = Server(engine, model, queue, metrics_prefix, api_keys)
+    server.check_config()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=server.lifespan)
     app.state.server = server
     guarded: dict[str, Any] = {"dependencies": [Depends(server.check_key)], "response_model": None}
@@ -115,6 +120,15 @@ class Server:
         held = lambda: sum(one.positions for one in list(self.active))  # noqa: E731
         self._metrics.show("kv_cache_usage_perc", lambda: held() / room)
 
+    def check_config(self) -> None:
+        """Raise ``ValueError`` if a body that asks for nothing would be refused."""
+        row = torch.zeros(1, 1, dtype=torch.long)
+        try:
+            self.slots.read(row, torch.ones_like(row), None, self.model.options({}, 1, 1))
+        except (TypeError, ValueError, Refused) as error:
+            message = f"the model's generation_config: {error} All requests would be refused."
+            raise ValueError(message) from None
+
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Compile while requests are told to come again; at the end give up what is left."""
@@ -135,7 +149,9 @@ class Server:
         self.failed = None if warm.cancelled() else warm.exception()
         if self.failed is not None:
             log.error("the warm-up failed", exc_info=self.failed)
-        self.closed = self.closed if self.draining or self.failed else ""
+            self.closed = f"the warm-up failed: {type(self.failed).__name__}"
+        elif not self.draining:
+            self.closed = ""
 
     def drain(self) -> None:
         """Take no further request; those under way go on."""
@@ -211,8 +227,13 @@ class Server:
     def _requests(self, body: dict[str, Any]) -> tuple[list[list[int]], list[Asked]]:
         """The ids and the engine's request of each choice: a prompt's choices follow each other."""
         prompts, count = self.model.prompts(body), body.get("n", 1)
-        if not 1 <= count <= MOST_CHOICES or count * len(prompts) > self._queue:
-            raise Refused(f"n={count} for {len(prompts)} prompts: must be 1 to {MOST_CHOICES}", "n")
+        if not 1 <= count <= MOST_CHOICES:
+            raise Refused(f"n={count}: must be 1 to {MOST_CHOICES}", "n")
+        if (wanted := count * len(prompts)) > self._queue:
+            param = "prompt" if len(prompts) > count else "n"
+            raise Refused(
+                f"{param}: {wanted} answers, and this server queues {self._queue}; ask for less", param
+            )
         seed, found = body.get("seed", randbits(63)), []  # each process draws others
         limit = None if "messages" in body else 16  # OpenAI's, of a completion
         try:
@@ -315,10 +336,22 @@ class Draining(uvicorn.Server):
         return await super().on_tick(counter) or self.config.app.state.server.over  # pyright: ignore
 
 
-def serve(app: FastAPI, host: str, port: int) -> int:
-    """Serve ``app`` until a signal; returns the exit status."""
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address; nobody is listened to yet.
+
+    Raises:
+        OSError: the address is taken, or none of this machine's.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.bind((host, port))
+    return found
+
+
+def serve(app: FastAPI, at: socket.socket) -> int:
+    """Serve ``app`` at the address of ``at`` until a signal; returns the exit status."""
     quiet: Any = {"log_level": "warning", "access_log": False}
-    config = uvicorn.Config(app, host, port, timeout_keep_alive=KEEP_ALIVE, **quiet)
+    config = uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, **quiet)
     config.timeout_graceful_shutdown = 1
-    Draining(config).run()
+    Draining(config).run(sockets=[at])
     return 0 if app.state.server.failed is None else 1

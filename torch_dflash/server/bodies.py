@@ -6,12 +6,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Required
+from inspect import signature
+from typing import Annotated, Any, Literal, Required, TypeAlias
 
 from openai.types import chat as theirs
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as TextParams
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from torch_dflash.grammars.grammar import Grammar
@@ -19,9 +20,17 @@ from torch_dflash.requests.request import SAMPLING
 from torch_dflash.requests.row_values import default_stop_ids
 
 strict = with_config(ConfigDict(extra="forbid"))
+MOST_STOPS = 64
 GREEDY = 1e-5
 """Temperatures below this are greedy, as vLLM has it: logits divided by them leave float32."""
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+class FirstFault(FailFast):
+    """The first fault of a list is told alone: a million of them would take half a minute."""
+
+    def __hash__(self) -> int:  # unions hash their arms
+        return id(self)
 
 
 class Refused(Exception):
@@ -50,6 +59,10 @@ class Message(TypedDict, total=False):
     annotations: None
     audio: None
     function_call: None
+    parsed: Any  # the content once more, of openai's `parse`
+    reasoning: str | None
+    reasoning_content: str | None
+    thinking: str | None
 
 
 @strict
@@ -60,13 +73,17 @@ class StreamOptions(TypedDict, total=False):
     include_obfuscation: bool | None
 
 
+Texts: TypeAlias = Annotated[list[str], FirstFault()]
+Ids: TypeAlias = Annotated[list[int], FirstFault()]
+
+
 class Ours(TypedDict, total=False):
     """Fields that vLLM has, too, and those of OpenAI's whose types are read otherwise here."""
 
     model: Required[str]
     stream: bool | None
     stream_options: StreamOptions | None
-    stop: str | list[str] | None
+    stop: str | Texts | None
     logit_bias: dict[str, float] | None
     response_format: dict[str, Any] | None
     top_k: int | None
@@ -74,7 +91,7 @@ class Ours(TypedDict, total=False):
     repetition_penalty: float | None
     min_tokens: int | None
     ignore_eos: bool | None
-    stop_token_ids: list[int] | None
+    stop_token_ids: Ids | None
     add_special_tokens: bool | None
 
 
@@ -82,7 +99,7 @@ class Ours(TypedDict, total=False):
 class ChatBody(ChatParams, Ours, total=False):  # pyright: ignore
     """The body of a chat."""
 
-    messages: Required[list[Message]]  # pyright: ignore
+    messages: Required[Annotated[list[Message], FirstFault()]]  # pyright: ignore
     tools: list[theirs.ChatCompletionFunctionToolParam] | None  # pyright: ignore
     tool_choice: str | theirs.ChatCompletionNamedToolChoiceParam | None  # pyright: ignore
     parallel_tool_calls: bool | None  # pyright: ignore
@@ -93,13 +110,15 @@ class ChatBody(ChatParams, Ours, total=False):  # pyright: ignore
 class TextBody(TextParams, Ours, total=False):  # pyright: ignore
     """The body of a completion."""
 
-    prompt: Required[str | list[str] | list[int] | list[list[int]]]  # pyright: ignore
+    prompt: Required[str | Texts | Ids | Annotated[list[Ids], FirstFault()]]  # pyright: ignore
 
 
 SAME = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 """Fields that are options under the same name."""
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Fields that ask for sampling, and their values that ask for nothing."""
+VARIABLES = {"documents"}
+"""Arguments of transformers' ``apply_chat_template`` that are variables of a template."""
 USED = {*SAME, *FILTERS, *Ours.__annotations__, *"messages prompt seed temperature n logprobs".split()}
 USED |= {*"max_tokens max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls".split()}
 USED |= {"chat_template_kwargs"}
@@ -112,7 +131,10 @@ REFUSED |= {"reasoning_effort": None, "verbosity": None, "web_search_options": N
 """Fields that are refused by name, and their values besides null that ask for nothing."""
 OPTIONS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sequence_bias": "logit_bias"}
 OPTIONS |= {"output_logprobs": "logprobs", "eos_token_id": "stop_token_ids", "grammar": "response_format"}
+OPTIONS |= {"top_logprobs": "logprobs", "input_ids": "prompt"}
 """Options in the engine's messages, and the fields that they stand for."""
+PLAIN = {"type": "text"}
+"""The format of any text."""
 _READERS = {kind: TypeAdapter(kind) for kind in (ChatBody, TextBody)}
 
 
@@ -175,16 +197,18 @@ class Model:
                 found = [ids(one) if isinstance(one, str) else one for one in each]
         except Exception as error:  # a template may raise anything, by jinja's raise_exception too
             raise Refused(f"{param}: the model's template or tokenizer refuses it: {error}", param) from None
-        if not all(ids and all(0 <= one < 2**31 for one in ids) for ids in found):
+        if not all(found):
             raise Refused(f"{param}: it holds no token; give some text", param)
+        if not all(0 <= min(ids) and max(ids) < 2**31 for ids in found):
+            raise Refused(f"{param}: it holds what is no token id", param)
         return found
 
     def _render(self, body: Mapping[str, Any], mode: str) -> list[int]:
         own = dict.fromkeys(("add_generation_prompt", "return_dict", "tokenize"), True)
         own |= {"tools": body["tools"] if mode else None}
         options = {**self.template_options, **body.get("chat_template_kwargs", {})}
-        if options.keys() & {*own, "return_tensors", "continue_final_message"}:
-            raise ValueError("chat_template_kwargs holds what is no variable of a template")
+        if barred := options.keys() & {*signature(self.tokenizer.apply_chat_template).parameters} - VARIABLES:
+            raise ValueError(f"chat_template_kwargs: {min(barred)} is no variable of a template")
         messages = [_for_template(message) for message in body["messages"]]
         return self.tokenizer.apply_chat_template(messages, **options, **own)["input_ids"]
 
@@ -210,6 +234,8 @@ class Model:
         biases, count = {(int(one),): float(value) for one, value in bias.items()}, top_logprobs(body)
         more = {"min_new_tokens": least, "sequence_bias": biases, "output_logprobs": count is not None}
         more |= {"top_logprobs": count, "grammar": self._grammar(body)}
+        if more["grammar"] is not None and not options["eos_token_id"]:
+            raise Refused("ignore_eos: a format must be able to end; leave one out", "ignore_eos")
         return options | {name: value for name, value in more.items() if value}
 
     def _length(self, body: Mapping[str, Any], length: int, limit: int | None) -> int:
@@ -229,8 +255,8 @@ class Model:
         """The strings that end an answer, and the ids of those that are special tokens: no text has them."""
         given = body.get("stop", [])
         strings = [given] if isinstance(given, str) else given
-        if not all(strings):
-            raise Refused("stop: must be strings of at least a character", "stop")
+        if not all(strings) or len(strings) > MOST_STOPS:
+            raise Refused(f"stop: must be at most {MOST_STOPS} strings of at least a character", "stop")
         added = self.tokenizer.added_tokens_decoder
         special = {token.content: number for number, token in added.items() if token.special}
         texts = [one for one in strings if one not in special]
@@ -239,12 +265,12 @@ class Model:
     def _grammar(self, body: Mapping[str, Any]) -> Grammar | None:
         """The texts that an answer may be; None: any."""
         mode, schema = calling(body)
-        given = body.get("response_format", {"type": "text"})
+        given = body.get("response_format", PLAIN)
         name = "tool_choice" if mode else "response_format"
         if mode == "auto" and getattr(self.tokenizer, "response_template", None) is None:
             why = "this model's tokenizer has no response_template, which finds calls in an answer"
             raise Refused(f"tool_choice: {why}; name a function, or say required or none", name)
-        if mode and given != {"type": "text"}:
+        if mode and given != PLAIN:
             raise Refused("tool_choice: leaves no room for response_format", name)
         try:
             if schema is not None:
@@ -303,7 +329,7 @@ def calling(body: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates read it: its text in one piece, the arguments of its calls as objects."""
-    given = {name: value for name, value in message.items() if value is not None}
+    given = {name: value for name, value in message.items() if value is not None and name != "parsed"}
     found: dict[str, Any] = {"content": "", **given}
     if isinstance(found["content"], list):
         found["content"] = "\n".join(part["text"] for part in found["content"])
@@ -321,5 +347,5 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 def refusal(error: Exception, body: Mapping[str, Any]) -> Refused:
     """An error of the engine about a body, with the field that it names."""
     names = re.findall(r"[a-z_]+", message := str(error))
-    known = [field for name in names if (field := OPTIONS.get(name, name)) in body]
+    known = [field for name in names for field in (name, OPTIONS.get(name)) if field in body]
     return Refused(message, known[0] if known else None)
