@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     asked = parser.parse_args()
     texts = json.loads(asked.texts.read_text())
-    target, drafter, _ = td.load_demo_pair()
+    target, drafter, _ = td.load_demo_pair(dtype=getattr(torch, texts["options"]["dtype"]))
     models = {"as_it_is": target, "int8": in_int8(target)}
     found = {name: judged(models, one["answers"]) for name, one in texts["sets"].items()}
     folder = asked.out / "drafter"
@@ -79,8 +79,8 @@ def main() -> None:
     words = ["bench", "--target", "demo", "--methods", f"dflash={ASSET},dflash={folder}"]
     words += ["--prompts", *(f"data/eval/{name}.jsonl" for name in texts["sets"]), "--decoded", "0"]
     words += ["--texts", str(asked.texts), "--json", str(counted), "--dtype", options["dtype"]]
-    for name in ("limit", "max_new_tokens", "batch_size", "runtime"):
-        words += [f"--{name.replace('_', '-')}", str(options[name])]
+    for name in ("limit", "max_new_tokens", "max_prompt_tokens", "batch_size", "runtime"):
+        words += [] if options[name] is None else [f"--{name.replace('_', '-')}", str(options[name])]
     subprocess.run([sys.executable, "-m", "torch_dflash", *words], check=True)
     counts = json.loads(counted.read_text())["counts"]
     acceptance = {
