@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = (
         "qk_nope_head_dim": 8,
         "v_head_dim": 12,  # narrower than K
         "index_head_dim": 8,
-        "index_n_heads": 2,
+        "index_n_heads": 16,  # of few, many scores are zero, and any of equal keys may be chosen
         "index_topk": 8,
         "query_pre_attn_scalar": 8,
         "hidden_size_per_layer_input": 8,
@@ -114,6 +114,7 @@ FAMILY: dict[str, dict[str, Any]] = {
         "text_config": ASSISTANT | {"model_type": "gemma4_unified_text"},
         "backbone_hidden_size": 32,
     },
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "got_ocr2": {"vision_config": {"image_size": 32, "mlp_dim": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": MAMBA | {"layer_types": HYBRID},
