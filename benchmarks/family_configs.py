@@ -114,6 +114,8 @@ FAMILY: dict[str, dict[str, Any]] = {
         "text_config": ASSISTANT | {"model_type": "gemma4_unified_text"},
         "backbone_hidden_size": 32,
     },
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0, "layer_types": HYBRID}
+    | {"mlp_layer_types": ["dense"] + 3 * ["sparse"]},
     "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "got_ocr2": {"vision_config": {"image_size": 32, "mlp_dim": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -224,7 +226,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 OWN_CLASS = ("musicgen", "musicgen_melody")
 # Models of images, videos or sound with a decoder of text, which transformers maps to no causal LM.
 MULTIMODAL = (
-    *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "idefics3", "internvl", "janus"),
+    *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "glm5_next", "idefics3", "internvl", "janus"),
     *("kimi_k25", "lfm2_vl", "lfm3_vl", "llava", "llava_next", "llava_onevision", "minimax_m3_vl"),
     *("mistral3", "mistral3:mistral4", "mistral4", "muse_glimmer", "muse_spark", "ovis2", "paligemma"),
     *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5:images", "qwen3_5_moe:images", "qwen3_vl"),

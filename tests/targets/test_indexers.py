@@ -163,10 +163,8 @@ def test_rows_of_slots_and_saved_states_keep_their_keys(cache, tmp_path):
     model = made("deepseek_v32")
     own = [own_text(model, prompt, NEW) for prompt in PROMPTS]
     engine = compiled(model, td.NGramProposer(4), cache=cache, batch_size=2)
-    asked = [{"input_ids": torch.tensor([prompt])} for prompt in PROMPTS]
-    texts = engine.map(asked, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    found = [one.sequences[0].tolist() if hasattr(one, "sequences") else one[0].tolist() for one in texts]
-    assert [text[-NEW:] for text in found] == own
+    texts = engine.map(PROMPTS, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    assert [one.sequences[0, -NEW:].tolist() for one in texts] == own
     engine = compiled(model, td.NGramProposer(4), cache=cache, batch_size=1, rounds_per_chunk=1)
     ids = torch.tensor(PROMPTS[:1])
     state = engine.start(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
@@ -189,7 +187,7 @@ def test_trees_are_refused(cache):
 
 
 NAMED = {
-    "glm5_next_text": "its indexer pools the keys of several positions",
+    "glm5_next": "its indexer pools the keys of several positions",
     "minimax_m3_vl_text:sparse": "each key head chooses blocks of its own",
     "qwen4_exp_text": "its indexer chooses compressed blocks",
     "deepseek_v4": "it caches compressed entries",
@@ -198,13 +196,10 @@ NAMED = {
 
 @pytest.mark.parametrize("case", NAMED)
 def test_other_indexers_are_refused_by_name(case):
-    family, _, variant = case.partition(":")
-    if family not in hf.CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {family}")
-    fields = CONFIGS["FAMILY"].get(family, {}) | (CONFIGS["VARIANTS"][case] if variant else {})
-    config = CONFIGS["shrink"](hf.CONFIG_MAPPING[family], fields)
+    if case.partition(":")[0] not in hf.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {case}")
     with refuses(ValueError, NAMED[case]):
-        Target(hf.AutoModelForCausalLM.from_config(config))
+        Target(CONFIGS["build"](case))
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -228,4 +223,20 @@ def test_a_twin_chooses_among_many_heads():
     """Of two heads a quarter of the scores is zero; and a choice of all positions would prove nothing."""
     config = build_twin(made("glm_moe_dsa", index_n_heads=2, index_topk=64)).config
     assert config.index_n_heads == 16 and config.index_topk == 6
-    assert walk_gap(build_twin(made("glm_moe_dsa", vocab_size=VOCAB))) < RIGHT
+
+
+def test_a_class_of_ones_own_is_tried_on_such_a_twin(monkeypatch):
+    known = made("glm_moe_dsa")
+    kind = type(known)
+
+    class Own(kind):
+        pass
+
+    model = Own(known.config).eval()
+    model.load_state_dict(known.state_dict())
+    asked = {"max_new_tokens": NEW, "do_sample": False}
+    engine = compiled(model, td.NGramProposer(4), verify=True)
+    assert run(engine, PROMPTS, **asked)[0] == [own_text(known, prompt, NEW) for prompt in PROMPTS]
+    monkeypatch.setattr(CacheView, "choosable", all_ones)
+    with refuses(ValueError, "Own"):
+        run(compiled(Own(known.config).eval(), td.NGramProposer(4), verify=True), PROMPTS, **asked)
