@@ -129,7 +129,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
-    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2},
+    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 2},
     "kimi_k25": {
         "text_config": {"model_type": "deepseek_v3"},
         "vision_config": {"hidden_size": 32, "pos_emb_height": 4, "pos_emb_width": 4},
