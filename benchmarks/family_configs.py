@@ -218,6 +218,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon:alibi": {"alibi": True},
     "gemma4:moe": {"text_config": MOE},
     "gemma4_text:moe": MOE,
+    "mistral_large4:shared": {"text_config": {"kv_source_layers": [0, 0, 2, 3]}},
     "mistral3:mistral4": {"text_config": {"model_type": "mistral4"}},
     "qwen3_5:images": {},
     "qwen3_5_moe:images": {},
@@ -226,11 +227,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 OWN_CLASS = ("musicgen", "musicgen_melody")
 # Models of images, videos or sound with a decoder of text, which transformers maps to no causal LM.
 MULTIMODAL = (
-    *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "glm5_next", "idefics3", "internvl", "janus"),
-    *("kimi_k25", "lfm2_vl", "lfm3_vl", "llava", "llava_next", "llava_onevision", "minimax_m3_vl"),
-    *("mistral3", "mistral3:mistral4", "mistral4", "muse_glimmer", "muse_spark", "ovis2", "paligemma"),
-    *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5:images", "qwen3_5_moe:images", "qwen3_vl"),
-    *("qwen3_vl_moe", "smolvlm", "voxtral"),
+    *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "glm5_next", "idefics3", "internvl"),
+    *("janus", "kimi_k25", "lfm2_vl", "lfm3_vl", "llava", "llava_next", "llava_onevision", "minimax_m3_vl"),
+    *("mistral3", "mistral3:mistral4", "mistral4", "mistral_large4", "mistral_large4:shared", "muse_glimmer"),
+    *("muse_spark", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5:images"),
+    *("qwen3_5_moe:images", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral"),
 )
 CASES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS} - set(MULTIMODAL)))
 

@@ -43,14 +43,12 @@ EXPANDED = "they expand what they cache, for their kv_b_proj is no plain linear 
 def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> CacheLayer:
     """An empty cache of one layer."""
     made = [kind.allocate(spec, plan, dtype, device) for kind in LAYERS[spec.kind, plan.cache]]
-    layer = made[0] if len(made) == 1 else BothLayer(*made)
-    if spec.index is None:
-        return layer
-    keys, kind = (
-        replace(spec, heads=1, k_dim=spec.index),
-        at_least_float32(dtype) if spec.index_wide else dtype,
-    )
-    return IndexedLayer(layer, INDEXES[plan.cache].allocate(keys, plan, kind, device))
+    layer: Any = made[0] if len(made) == 1 else BothLayer(*made)
+    if spec.index is not None:
+        keys = replace(spec, heads=1, k_dim=spec.index)
+        kind = at_least_float32(dtype) if spec.index_wide else dtype
+        layer = IndexedLayer(layer, INDEXES[plan.cache].allocate(keys, plan, kind, device))
+    return layer
 
 
 def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:

@@ -50,10 +50,10 @@ class IndexPages(SharedPages):
 @register_state
 @dataclass(frozen=True)
 class IndexedLayer(ByPosition):
-    """A layer that attends to chosen positions alone, and the keys of the indexer that chooses them."""
+    """A layer that attends to chosen positions alone, and its indexer's keys: `IndexRows` or `IndexPages`."""
 
     own: Any
-    index: IndexRows | IndexPages
+    index: Any
 
     def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, IndexedLayer]:
         key, value, own = self.own.update(key, value, view)

@@ -40,9 +40,9 @@ HARMLESS = set(
 HONOURED = {"sliding_window", "s_aux", "softcap", "indices"}
 
 INDEXERS = {
-    "deepseek_v4": "it caches compressed entries, which are a state and no positions",
-    "glm5_next": "its indexer pools the keys of several positions",
-    "minimax_m3_vl": "in its sparse layers each key head chooses blocks of its own",
+    "deepseek_v4": "it caches compressed entries",
+    "glm5_next": "its indexer pools keys",
+    "minimax_m3_vl": "its key heads choose blocks",
     "qwen4_exp": "its indexer chooses compressed blocks",
 }
 """Why sparse attention of these model types is refused; of positions that all heads share it is not."""
@@ -71,7 +71,8 @@ class RecordingCache(Cache):
         self.shared: set[int] = set()
         self.convs: dict[int, tuple[int, int]] = {}
         self.scans: dict[int, tuple[int, int, int]] = {}
-        self.indexes: dict[int, tuple[int, bool]] = {}
+        self.indexes: dict[int, int] = {}
+        self.wide: set[int] = set()
         self.beyond_sdpa: set[str] = set()
         self._made: list[tuple[Tensor, Callable]] = []
         self._handed: tuple[Tensor, Tensor] | None = None
@@ -91,7 +92,9 @@ class RecordingCache(Cache):
             raise Refusal(f"layer {layer_idx} caches other keys of an indexer than one a position")
         if rows.dtype not in (self.dtype, torch.float32):
             raise Refusal(f"layer {layer_idx} caches {rows.dtype} keys of an indexer")
-        self.indexes[layer_idx] = rows.shape[2], rows.dtype != self.dtype
+        self.indexes[layer_idx] = rows.shape[2]
+        if rows.dtype != self.dtype:
+            self.wide.add(layer_idx)
         return rows
 
     def make_mask(self, rule: Callable, rows: int, keys: int) -> Tensor:
@@ -136,8 +139,8 @@ class RecordingCache(Cache):
         if choice is None and layer not in self.indexes:
             return
         rows = inputs.query.shape[0], inputs.query.shape[2]
-        by_row = isinstance(choice, Tensor) and choice.ndim == 3 and choice.shape[:2] == rows
-        if not by_row or choice.is_floating_point() or not self.indexes:
+        shape = choice.shape if isinstance(choice, Tensor) and not choice.is_floating_point() else ()
+        if len(shape) != 3 or shape[:2] != rows or not self.indexes:
             raise Refusal(f"layer {layer} has an indexer that does not choose positions for each row")
 
     def _rule_of(self, mask: Any, layer_idx: int) -> Callable:
@@ -328,7 +331,8 @@ def _spec(cache: RecordingCache, layer: int, window: int | None) -> LayerSpec:
         raise Refusal(f"layer {layer} has a recurrence, and latent attention or an indexer")
     kind = "both" if any(states) else "latent" if layer in cache.latent else "attention"
     kind = "shared" if layer in cache.shared else kind
-    return LayerSpec(kind, *cache.shapes[layer], window, *states, *cache.indexes.get(layer, ()))
+    index = cache.indexes.get(layer), layer in cache.wide
+    return LayerSpec(kind, *cache.shapes[layer], window, *states, *index)
 
 
 def _without_state(config: Any) -> set[int]:
