@@ -232,7 +232,7 @@ def test_keys_keep_the_models_type(kind, cache):
 
 
 def test_a_twin_chooses_among_many_heads():
-    """Of two heads a quarter of the scores is zero; and a choice of all positions would prove nothing."""
+    """With two heads a quarter of the scores is zero; a choice of all positions would prove nothing."""
     config = build_twin(made("glm_moe_dsa", index_n_heads=2, index_topk=64)).config
     assert config.index_n_heads == 16 and config.index_topk == 6
 
