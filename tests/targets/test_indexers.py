@@ -17,6 +17,8 @@ from support.tiny import VOCAB, make_drafter, randomise
 
 import jax_bridge as jb
 import torch_dflash as td
+from jax_bridge.aot.compile import abstract_pair
+from jax_bridge.device_memory import bytes_of
 from jax_bridge.weights.formats import unwrap
 from torch_dflash.cache import indexed
 from torch_dflash.cache.view import CacheView
@@ -263,3 +265,18 @@ def test_weights_load_as_transformers_loads_them(kind, tmp_path):
     arrays = unwrap(loaded.arrays)
     for name, tensor in live.state_dict().items():
         assert torch.equal(jb.to_torch(arrays[name]), tensor), name
+
+
+@pytest.mark.parametrize(("cache", "lanes"), [("static", 576 + 128), ("paged", 640 + 128)])
+def test_memory_counts_the_keys_of_indexers(cache, lanes):
+    """DeepSeek-V3.2's widths: 256 bytes a position and layer beside the latents."""
+    if "deepseek_v32" not in hf.CONFIG_MAPPING:
+        pytest.skip("this transformers has no deepseek_v32")
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    sizes |= {"num_attention_heads": 128, "num_key_value_heads": 128, "index_head_dim": 128}
+    config = CONFIGS["shrink"](hf.CONFIG_MAPPING["deepseek_v32"], sizes | {"max_position_embeddings": 4096})
+    model = abstract_pair(config, None, capacity=4096, cache=cache)
+    plan, found = model.pair.plan, bytes_of(model.state.cache)
+    positions = plan.slots if cache == "static" else plan.pages * plan.page_size
+    assert found == 2 * config.num_hidden_layers * positions * lanes
+    assert {spec.width for spec in model.pair.target.specs} == {576 + 128}
