@@ -23,7 +23,7 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.autocast import TurnsAutocastOn, uncast
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.targets.hooks import restoring_hooks
-from torch_dflash.targets.latents import Latents, absorbing
+from torch_dflash.targets.latents import Latents, absorbing, find_latents
 from torch_dflash.targets.masks import read_window
 from torch_dflash.targets.scans import Scans, find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, using_cache
@@ -281,7 +281,7 @@ def blocks_of(model: Any) -> Blocks:
     """
     skeleton = build_skeleton(model)
     with restoring_hooks(skeleton, refuse=False):
-        return trace_layers(skeleton).blocks
+        return trace_layers(skeleton, latents=find_latents(model)).blocks
 
 
 class _OnMeta(TorchDispatchMode):
