@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = (
         "qk_nope_head_dim": 8,
         "v_head_dim": 12,  # narrower than K
         "index_head_dim": 8,
-        "index_n_heads": 2,
+        "index_n_heads": 16,  # of few, many scores are zero, and any of equal keys may be chosen
         "index_topk": 8,
         "query_pre_attn_scalar": 8,
         "hidden_size_per_layer_input": 8,
@@ -114,6 +114,9 @@ FAMILY: dict[str, dict[str, Any]] = {
         "text_config": ASSISTANT | {"model_type": "gemma4_unified_text"},
         "backbone_hidden_size": 32,
     },
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0, "layer_types": HYBRID}
+    | {"mlp_layer_types": ["dense"] + 3 * ["sparse"]},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "got_ocr2": {"vision_config": {"image_size": 32, "mlp_dim": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": MAMBA | {"layer_types": HYBRID},
@@ -126,7 +129,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
-    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2},
+    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 2},
     "kimi_k25": {
         "text_config": {"model_type": "deepseek_v3"},
         "vision_config": {"hidden_size": 32, "pos_emb_height": 4, "pos_emb_width": 4},
@@ -215,6 +218,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon:alibi": {"alibi": True},
     "gemma4:moe": {"text_config": MOE},
     "gemma4_text:moe": MOE,
+    "mistral_large4:shared": {"text_config": {"kv_source_layers": [0, 0, 2, 3]}},
     "mistral3:mistral4": {"text_config": {"model_type": "mistral4"}},
     "qwen3_5:images": {},
     "qwen3_5_moe:images": {},
@@ -223,11 +227,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 OWN_CLASS = ("musicgen", "musicgen_melody")
 # Models of images, videos or sound with a decoder of text, which transformers maps to no causal LM.
 MULTIMODAL = (
-    *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "idefics3", "internvl", "janus"),
-    *("kimi_k25", "lfm2_vl", "lfm3_vl", "llava", "llava_next", "llava_onevision", "minimax_m3_vl"),
-    *("mistral3", "mistral3:mistral4", "mistral4", "muse_glimmer", "muse_spark", "ovis2", "paligemma"),
-    *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5:images", "qwen3_5_moe:images", "qwen3_vl"),
-    *("qwen3_vl_moe", "smolvlm", "voxtral"),
+    *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "glm5_next", "idefics3", "internvl"),
+    *("janus", "kimi_k25", "lfm2_vl", "lfm3_vl", "llava", "llava_next", "llava_onevision", "minimax_m3_vl"),
+    *("mistral3", "mistral3:mistral4", "mistral4", "mistral_large4", "mistral_large4:shared", "muse_glimmer"),
+    *("muse_spark", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5:images"),
+    *("qwen3_5_moe:images", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral"),
 )
 CASES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS} - set(MULTIMODAL)))
 

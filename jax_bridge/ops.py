@@ -126,8 +126,11 @@ def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
     return call_jax(attend, query, [tuple(part[:3]) for part in parts], sinks)
 
 
-def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap):
-    """`torch_dflash.ops.attention`; ``inputs``: query, key, value, start and sinks."""
+def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap, chosen):
+    """`torch_dflash.ops.attention`; ``inputs``: query, key, value, start and sinks.
+
+    ``chosen``: whether ``mask`` hides more than the rule does, which only the plain form reads.
+    """
     query, sinks = inputs[0], inputs[-1]
     rule: Any = {"scale": scale, "window": window, "softcap": softcap}
 
@@ -143,6 +146,8 @@ def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap):
     def kernel(inputs, key, value, mask):
         return block_of_cache(inputs_of(inputs), key, value)
 
+    if chosen:
+        return plain(inputs, key, value, mask)
     few = query.shape[2] <= MOST_ROWS and sinks is None and softcap is None
     known = few and key.shape == value.shape and key.dtype == query.dtype
     return jax.lax.platform_dependent(
@@ -152,6 +157,7 @@ def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap):
 
 def _dense_attention(inputs, key, value, mask):
     rule = {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
+    rule["chosen"] = inputs.chosen is not None
     attend = partial(once, dense_attention_jax, **rule)
     arrays = (inputs.query, inputs.key, inputs.value, inputs.start, inputs.sinks)
     return call_jax(_on_slice(dense_on_slice, attend), arrays, key, value, mask)
@@ -273,6 +279,9 @@ def _append_pages(key, value, start, pages):
 
 
 def _paged_attention(inputs, pages):
+    if inputs.chosen is not None:  # no kernel reads a mask
+        out, pool = paged_attention.plain(inputs, pages)
+        return out.to(inputs.query.dtype), pool
     return call_jax(_on_slice(paged_on_slice, paged_attention_jax), inputs, pages)
 
 

@@ -27,7 +27,7 @@ def test_the_table_has_every_pair_and_says_what_is_unknown(capsys):
         "qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "DFlash", "z-lab", "16",
         "1,9,17,25,33", "yes",
     ]  # fmt: skip
-    assert by_name["glm-5.1"][1:] == "(GLM-5.1) z-lab/GLM-5.1-FP8-DFlash DFlash z-lab ? ? no".split()
+    assert by_name["glm-5.1"][1:] == "(GLM-5.1) z-lab/GLM-5.1-FP8-DFlash DFlash z-lab ? ? yes".split()
     assert by_name["qwen3.5-27b"][-1] == "yes"
     starts = {line.index(line.split()[1]) for line in [head, *lines]}
     assert len(starts) == 1  # columns are aligned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from torch_dflash.cache.dense import StaticLayer
+from torch_dflash.cache.indexed import IndexedLayer, IndexPages, IndexRows
 from torch_dflash.cache.latent import LatentLayer, SharedLayer, SharedPages
 from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cache.recurrent import BothLayer, RecurrentLayer
 from torch_dflash.cache.spec import CacheLayer, LayerSpec
+from torch_dflash.ops.recurrence import at_least_float32
 from torch_dflash.plan import DecodePlan
 
 LAYERS: dict[tuple[str, str], tuple[Any, ...]] = {
@@ -31,13 +34,21 @@ LAYERS: dict[tuple[str, str], tuple[Any, ...]] = {
 Each is a `CacheLayer` with ``allocate(spec, plan, dtype, device)``, and ``trees`` where drafts may be trees.
 """
 
+INDEXES: dict[str, Any] = {"static": IndexRows, "paged": IndexPages}
+"""By `DecodePlan.cache`: the keys of a layer's indexer."""
+
 EXPANDED = "they expand what they cache, for their kv_b_proj is no plain linear layer or carries a hook"
 
 
 def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> CacheLayer:
     """An empty cache of one layer."""
     made = [kind.allocate(spec, plan, dtype, device) for kind in LAYERS[spec.kind, plan.cache]]
-    return made[0] if len(made) == 1 else BothLayer(*made)
+    layer: Any = made[0] if len(made) == 1 else BothLayer(*made)
+    if spec.index is not None:
+        keys = replace(spec, heads=1, k_dim=spec.index)
+        kind = at_least_float32(dtype) if spec.index_wide else dtype
+        layer = IndexedLayer(layer, INDEXES[plan.cache].allocate(keys, plan, kind, device))
+    return layer
 
 
 def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
@@ -51,9 +62,11 @@ def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
             fix = f"choose {' or '.join(caches)}"
             fix = f"{EXPANDED}; {fix}" if kind == "latent" else fix
             raise ValueError(f"cache={plan.cache!r}: holds no {kind} layers, which the target has; {fix}.")
-        if plan.depth is not None and not all(layer.trees for layer in LAYERS[kind, plan.cache]):
+        indexed = any(spec.index for spec in specs if spec.kind == kind)
+        if plan.depth is not None and (indexed or not all(one.trees for one in LAYERS[kind, plan.cache])):
+            named = "with an indexer" if indexed else f"of kind {kind!r}"
             raise ValueError(
-                f"a tree of drafts with layers of kind {kind!r}: they verify chains alone; draft with the "
+                f"a tree of drafts with layers {named}: they verify chains alone; draft with the "
                 "drafter itself, or td.Union(td.NGramProposer(), drafter) without rows."
             )
 

@@ -57,7 +57,7 @@ class SharedLayer(ByPosition):
 
     def reset(self, rows: Bool[Tensor, " B"]) -> SharedLayer:
         """Zero the rows marked: values of the former request may not be finite."""
-        return SharedLayer(clear_rows(self.key, rows))
+        return type(self)(clear_rows(self.key, rows))
 
 
 @register_state

@@ -26,6 +26,8 @@ class LayerSpec:
             without any cache by position, "both" of a layer that attends and recurs.
         scan: heads, key width and value width of a recurrent state.
         conv: channels of a short convolution, and the positions that it reads before a row.
+        index: width of the keys of an indexer, which chooses the positions that a row attends to.
+        index_wide: whether these keys are float32 in any model.
     """
 
     kind: str
@@ -35,11 +37,14 @@ class LayerSpec:
     window: int | None
     scan: tuple[int, int, int] | None = None
     conv: tuple[int, int] | None = None
+    index: int | None = None
+    index_wide: bool = False
 
     @property
     def width(self) -> int:
         """Numbers that a position takes in the cache."""
-        return self.heads * (self.k_dim + (0 if self.kind == "shared" else self.v_dim))
+        own = self.heads * (self.k_dim + (0 if self.kind == "shared" else self.v_dim))
+        return own + (self.index or 0)
 
     def state_bytes(self, item: int) -> int:
         """Bytes of a row's recurrent state and tail, in a model with ``item`` bytes a number."""

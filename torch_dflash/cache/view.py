@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torch_dflash.ops.attention import AttentionInputs, finite_values, visible
+from torch_dflash.ops.spread import spread
 from torch_dflash.ops.trees import Tree
 from torch_dflash.ops.windows import positions, reach
 
@@ -48,14 +49,20 @@ class CacheView(Cache):
         self.states, self.windows = list(states), windows
         self.start, self.table, self.count, self.tree = start, table, count, tree
         self._masks: dict[int | None, Tensor] = {}
+        self._choice: tuple[Tensor, Tensor] | None = None
+        self._choosable = 0  # slots
         self._layer = -1  # the layer that last asked for a recurrent state
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         key, value, self.states[layer_idx] = self.states[layer_idx].update(key_states, value_states, self)
         return key, value
 
-    def attend(self, layer_idx: int, inputs: AttentionInputs, *_: Any) -> Float[Tensor, "B M Q Dv"]:
+    def attend(
+        self, layer_idx: int, inputs: AttentionInputs, _: Any = None, more: dict[str, Any] | None = None
+    ) -> Float[Tensor, "B M Q Dv"]:
         """The layer's attention of these rows; the cache keeps their K and V as `finite_values` has them."""
+        if more and more.get("indices") is not None:
+            inputs = inputs._replace(chosen=self.chosen(more["indices"]))
         key, value = finite_values(self.rounded(inputs.key), self.rounded(inputs.value))
         inputs = inputs._replace(key=key, value=value, window=self.windows[layer_idx], tree=self.tree)
         out, self.states[layer_idx] = self.states[layer_idx].attend(inputs, self)
@@ -68,7 +75,30 @@ class CacheView(Cache):
             at, seen = positions(self.start, rows), reach(self.start, rows, slots)
             slot = torch.arange(seen, device=at.device, dtype=at.dtype)[None]
             self._masks[inputs.window] = visible(at, slot, inputs.window, causal=True)
-        return self._masks[inputs.window]
+        mask = self._masks[inputs.window]
+        return mask if inputs.chosen is None else mask & inputs.chosen
+
+    def choosable(self, layer_idx: int, rows: int) -> Bool[Tensor, "B one M S"]:
+        """The positions that indexers may choose for each row, in the slots of `update_indexer`.
+
+        ``layer_idx``: a layer with an indexer; all of these have as many slots.
+        """
+        self._choosable = self.states[layer_idx].index.slots(rows, self)
+        at = positions(self.start, rows)
+        slot = torch.arange(self._choosable, device=at.device, dtype=at.dtype)[None]
+        return visible(at, slot, None, causal=True)
+
+    def update_indexer(self, rows: Float[Tensor, "B M D"], layer_idx: int) -> Float[Tensor, "B S D"]:
+        """Keep the keys of a layer's indexer; returns all so far."""
+        keys, self.states[layer_idx] = self.states[layer_idx].extended(rows[:, None], self)
+        return keys
+
+    def chosen(self, indices: Int[Tensor, "B M K"]) -> Bool[Tensor, "B one M S"]:
+        """A choice as a mask; layers that share the choice share the mask."""
+        if self._choice is None or self._choice[0] is not indices:
+            mask = spread(indices, torch.ones_like(indices), self._choosable) > 0
+            self._choice = indices, mask[:, None]
+        return self._choice[1]
 
     def get_conv_state(self, layer_idx, state_idx=0):
         return None  # so that every pass has several rows: passes of one row write states in place

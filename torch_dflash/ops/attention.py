@@ -42,6 +42,7 @@ class AttentionInputs(NamedTuple):
         softcap: ``c`` in ``c * tanh(score / c)``.
         tree: the tree of the rows, whose keys and values no cache holds yet; None: each follows the last.
         shared: a key is ``[value | key]``, of one head: latents are values and, with ``key``, keys.
+        chosen: the positions that an indexer has chosen for each row; None: all.
     """
 
     query: Float[Tensor, "B Q M D"]
@@ -54,6 +55,7 @@ class AttentionInputs(NamedTuple):
     softcap: float | None = None
     tree: Tree | None = None
     shared: bool = False
+    chosen: Bool[Tensor, "B one M S"] | None = None
 
     def joined(self) -> AttentionInputs:
         """With whole keys, for attention whose values are the keys: its first lanes are the result."""

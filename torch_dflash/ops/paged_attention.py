@@ -35,13 +35,14 @@ def paged_attention(
     k_dim, v_dim = inputs.query.shape[3], value.shape[3]
     first = 0 if inputs.shared else k_dim
     if tree is None:
-        pool = append_pages.plain(*((value, key) if inputs.shared else (key, value)), start, pages)
+        pool = append_pages(*((value, key) if inputs.shared else (key, value)), start, pages)
     dense = pool[table.long()].transpose(1, 2).flatten(2, 3)
     slots = torch.arange(dense.shape[2], device=start.device, dtype=start.dtype)
     # Pages past a row's end are other rows', and a value there that is not finite would pass a zero weight.
     own = slots < (start if tree is not None else start + key.shape[2])[:, None]
     dense = torch.where(own[:, None, :, None], dense, 0)
     seen = visible(inputs.at, slots[None], inputs.window, causal=True) & own[:, None, None]
+    seen = seen if inputs.chosen is None else seen & inputs.chosen
     part = KeyValue(dense[..., :k_dim], dense[..., first : first + v_dim], seen)
     if tree is not None:
         seen = max(dense.shape[2], reach(start, key.shape[2], dense.shape[2] + key.shape[2]))

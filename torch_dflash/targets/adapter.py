@@ -75,6 +75,7 @@ class Target(nn.Module):
         owns = [(vars(self.model.get_submodule(path)), key) for path, key in self.written]
         self._first = [(own, key, own.get(key, _ABSENT)) for own, key in owns]
         self._windows = tuple(spec.window for spec in self.specs)
+        self._indexed = next((at for at, spec in enumerate(self.specs) if spec.index), None)
         self.reported_length = 0  # the cache's answer to `get_seq_length`; verification sets nonsense
 
     def forget(self) -> None:
@@ -164,6 +165,9 @@ class Target(nn.Module):
         length, dtype = self.reported_length, self.dtype
         view = CacheView(cache, self._windows, start, page_table, count, length, dtype, tree)
         position = rows_at(start, ids.shape[1], tree)
+        # Indexers read the mask, and would choose from stale slots by that of no positions.
+        first = self._indexed
+        mask = _no_mask(ids.device) if first is None else view.choosable(first, ids.shape[1])
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             hooks.enter_context(tapped(self.model, self.blocks, taps, outputs))
@@ -178,7 +182,7 @@ class Target(nn.Module):
             logits = self.model(
                 input_ids=ids,
                 position_ids=position,
-                attention_mask=_no_mask(ids.device),
+                attention_mask=mask,
                 use_cache=True,
                 **{CACHE: view},
             ).logits

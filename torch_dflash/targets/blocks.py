@@ -174,7 +174,8 @@ def output_of(result: Any) -> Any:
 
 def _others(result: Any) -> list[Tensor]:
     more = result[1:] if isinstance(result, tuple | list) else ()
-    return [value for value in more if isinstance(value, Tensor)]
+    # Integers are no state: layers hand on the positions that an indexer chose.
+    return [value for value in more if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 @contextmanager

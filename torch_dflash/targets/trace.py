@@ -23,7 +23,7 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.autocast import TurnsAutocastOn, uncast
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.targets.hooks import restoring_hooks
-from torch_dflash.targets.latents import Latents, absorbing
+from torch_dflash.targets.latents import Latents, absorbing, find_latents
 from torch_dflash.targets.masks import read_window
 from torch_dflash.targets.scans import Scans, find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, using_cache
@@ -37,7 +37,15 @@ HARMLESS = set(
     "dropout position_ids cache_position use_cache is_causal logits_to_keep output_attentions "
     "output_hidden_states output_router_logits return_dict".split()
 )
-HONOURED = {"sliding_window", "s_aux", "softcap"}
+HONOURED = {"sliding_window", "s_aux", "softcap", "indices"}
+
+INDEXERS = {
+    "deepseek_v4": "it caches compressed entries",
+    "glm5_next": "its indexer pools keys",
+    "minimax_m3_vl": "its key heads choose blocks",
+    "qwen4_exp": "its indexer chooses compressed blocks",
+}
+"""Why sparse attention of these model types is refused; of positions that all heads share it is not."""
 
 
 class Refusal(ValueError):
@@ -63,6 +71,8 @@ class RecordingCache(Cache):
         self.shared: set[int] = set()
         self.convs: dict[int, tuple[int, int]] = {}
         self.scans: dict[int, tuple[int, int, int]] = {}
+        self.indexes: dict[int, int] = {}
+        self.wide: set[int] = set()
         self.beyond_sdpa: set[str] = set()
         self._made: list[tuple[Tensor, Callable]] = []
         self._handed: tuple[Tensor, Tensor] | None = None
@@ -75,6 +85,17 @@ class RecordingCache(Cache):
         self._handed = key_states, value_states
         self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states, layer_idx, *args, **kwargs):
+        rows = indexer_key_states
+        if layer_idx in self.indexes or rows.ndim != 3 or args or kwargs:
+            raise Refusal(f"layer {layer_idx} caches other keys of an indexer than one a position")
+        if rows.dtype not in (self.dtype, torch.float32):
+            raise Refusal(f"layer {layer_idx} caches {rows.dtype} keys of an indexer")
+        self.indexes[layer_idx] = rows.shape[2]
+        if rows.dtype != self.dtype:
+            self.wide.add(layer_idx)
+        return rows
 
     def make_mask(self, rule: Callable, rows: int, keys: int) -> Tensor:
         """A placeholder mask for ``rule``, which transformers passes to every layer."""
@@ -95,6 +116,7 @@ class RecordingCache(Cache):
                 f"layer {layer_idx} says is_causal=False, which some attention implementations follow and "
                 "others do not (use_bidirectional_attention in its config?)"
             )
+        self._check_choice(layer_idx, inputs, more.get("indices"))
         self.beyond_sdpa |= {n for n in ("softcap", "s_aux") if more.get(n) is not None}
         self.masks[layer_idx] = self._rule_of(mask, layer_idx)
         self.windows[layer_idx] = more.get("sliding_window")
@@ -111,6 +133,15 @@ class RecordingCache(Cache):
         if not own:
             self.latent.add(layer_idx)
         return attend_densely(inputs, inputs.key, inputs.value, None)
+
+    def _check_choice(self, layer: int, inputs: AttentionInputs, choice: Any) -> None:
+        """Raise `Refusal` unless a layer hands on positions for each row where it has an indexer, or none."""
+        if choice is None and layer not in self.indexes:
+            return
+        rows = inputs.query.shape[0], inputs.query.shape[2]
+        shape = choice.shape if isinstance(choice, Tensor) and not choice.is_floating_point() else ()
+        if len(shape) != 3 or shape[:2] != rows or not self.indexes:
+            raise Refusal(f"layer {layer} has an indexer that does not choose positions for each row")
 
     def _rule_of(self, mask: Any, layer_idx: int) -> Callable:
         for made, rule in self._made:
@@ -228,7 +259,9 @@ def _trace(skeleton: Any, implementation: str | None, latents: Latents) -> Trace
         raise
     except Exception as error:  # unsupported models may raise any error
         # Recurrent layers read their own state from the cache, and find no entry.
-        reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else repr(error)
+        kind = skeleton.config.get_text_config().model_type.removesuffix("_text")
+        own = INDEXERS.get(kind, "a layer looks for a state of its own")
+        reason = own if isinstance(error, IndexError) else repr(error)
         text = f"its forward cannot be traced with a cache of keys and values ({reason})"
         raise Refusal(text) from error
     if implementation == "sdpa" and cache.beyond_sdpa:
@@ -248,7 +281,7 @@ def blocks_of(model: Any) -> Blocks:
     """
     skeleton = build_skeleton(model)
     with restoring_hooks(skeleton, refuse=False):
-        return trace_layers(skeleton).blocks
+        return trace_layers(skeleton, latents=find_latents(model)).blocks
 
 
 class _OnMeta(TorchDispatchMode):
@@ -294,11 +327,12 @@ def _spec(cache: RecordingCache, layer: int, window: int | None) -> LayerSpec:
     states = cache.scans.get(layer), cache.convs.get(layer)
     if layer not in cache.shapes:
         return LayerSpec("recurrent", 0, 0, 0, None, *states)
-    if any(states) and layer in cache.latent | cache.shared:
-        raise Refusal(f"layer {layer} has a recurrence and latent attention")
+    if any(states) and layer in cache.latent | cache.shared | cache.indexes.keys():
+        raise Refusal(f"layer {layer} has a recurrence, and latent attention or an indexer")
     kind = "both" if any(states) else "latent" if layer in cache.latent else "attention"
     kind = "shared" if layer in cache.shared else kind
-    return LayerSpec(kind, *cache.shapes[layer], window, *states)
+    index = cache.indexes.get(layer), layer in cache.wide
+    return LayerSpec(kind, *cache.shapes[layer], window, *states, *index)
 
 
 def _without_state(config: Any) -> set[int]:

@@ -28,7 +28,9 @@ SPECIAL = 8
 _SMALL = {
     64: "hidden_size intermediate_size ffn_dim n_inner word_embed_proj_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
-    16: "head_dim global_head_dim kv_lora_rank q_lora_rank qk_head_dim hidden_size_per_layer_input",
+    16: "head_dim global_head_dim index_head_dim kv_lora_rank q_lora_rank qk_head_dim "
+    "hidden_size_per_layer_input",
+    WINDOW: "index_topk",  # fewer than a prompt has, or the choice decides nothing
     8: "qk_rope_head_dim qk_nope_head_dim v_head_dim",
     4: "num_local_experts num_experts n_routed_experts moe_num_experts",
     2: "num_experts_per_tok moe_topk moe_k top_k_experts n_group",
@@ -40,6 +42,8 @@ SMALL = {name: most for most, names in _SMALL.items() for name in names.split()}
 """Integer fields and their largest values in a twin."""
 HEADS = 4
 LEAST_LAYERS = 3
+INDEX_HEADS = 16
+"""Heads of an indexer: a sum of few ReLUs is often zero, and any of equal keys may be chosen."""
 MOST_WEIGHTS = 20_000_000
 
 
@@ -122,6 +126,8 @@ def _narrow(config: Any) -> None:
     for name, most in SMALL.items():
         if _larger(field_of(config, name), most):
             setattr(config, name, most)
+    if field_of(config, "index_n_heads"):
+        config.index_n_heads = INDEX_HEADS
     for fields in _overrides(config).values():
         for name in fields:
             most = (SMALL | {"num_key_value_heads": HEADS // 2, "sliding_window": WINDOW}).get(name)

@@ -37,7 +37,7 @@ FAMILIES = {
     **dict.fromkeys((*_READ_AS_TEXT, "gemma4:moe")),  # with --language-model-only
     **dict.fromkeys(("lfm2", "lfm2_moe", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"), _STATE),
     **dict.fromkeys(("muse_glimmer", "muse_spark"), _IMAGES),
-    **dict.fromkeys(("kimi_k25", "mistral3:mistral4"), _LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "kimi_k25", "mistral3:mistral4"), _LATENT),
     **dict.fromkeys(("beam", "mellum"), _NO_CLASS),
 }
 """Why the plug-in refuses targets of a family of published pairs; None: it takes them."""
