@@ -76,7 +76,7 @@ def main() -> None:
     in_int8(drafter).save_pretrained(folder)
     options = texts["options"]
     counted = asked.out / "counts.json"
-    words = ["bench", "--target", "demo", "--methods", f"dflash={ASSET},dflash={folder}"]
+    words = ["bench", "--target", "demo", "--methods", f"dflash={ASSET},dflash:8={folder}"]
     words += ["--prompts", *(f"data/eval/{name}.jsonl" for name in texts["sets"]), "--decoded", "0"]
     words += ["--texts", str(asked.texts), "--json", str(counted), "--dtype", options["dtype"]]
     for name in ("limit", "max_new_tokens", "max_prompt_tokens", "batch_size", "runtime"):
@@ -85,8 +85,8 @@ def main() -> None:
     counts = json.loads(counted.read_text())["counts"]
     acceptance = {
         name: {
-            form: one["methods"][f"dflash={place}"]["tokens_per_round"]
-            for form, place in {"as_it_is": ASSET, "int8": folder}.items()
+            form: one["methods"][name]["tokens_per_round"]
+            for form, name in {"as_it_is": "dflash", "int8": "dflash:8"}.items()
         }
         for name, one in counts.items()
     }
