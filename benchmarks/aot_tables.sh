@@ -44,3 +44,9 @@ mkdir -p "$results"
 figure qwen3.5-27b qwen3.5-27b "${eight[@]}" --topology v6e:2x2 --mesh 4
 figure qwen3.5-35b-a3b qwen3.5-35b-a3b "${eight[@]}" --topology v6e:2x2 --mesh 4
 figure qwen3-next-80b-a3b qwen3-next-80b-a3b "${eight[@]}" --topology v6e:2x4 --mesh 8
+results=docs/results/quantised
+mkdir -p "$results"
+figure qwen3-4b-int8-paged-16 qwen3-4b --cache paged --quantize int8
+figure qwen3-4b-int8-paged-16-v6e qwen3-4b --cache paged --quantize int8 --topology v6e:2x2
+figure gpt-oss-20b-mxfp4-paged-8 gpt-oss-20b --cache paged --quantize mxfp4
+figure gpt-oss-20b-mxfp4-paged-8-v6e gpt-oss-20b --cache paged --quantize mxfp4 --topology v6e:2x2

@@ -251,6 +251,37 @@ def aot_trees() -> str:
     )
 
 
+def quantised_aot() -> str:
+    """Rounds with weights in 8 and 4 bits, against bfloat16's on the same chip."""
+    rows = []
+    for path in sorted((RESULTS / "quantised").glob("*.json")):
+        found, (pair, _, count) = json.loads(path.read_text()), path.stem.rpartition("-paged-")
+        count, _, other = count.partition("-")
+        wide = (
+            RESULTS
+            / f"aot/{pair.removesuffix('-' + found['quantize'])}-paged-{count}{'-' * bool(other)}{other}.json"
+        )
+        than = json.loads(wide.read_text()) if wide.exists() else None
+        held = [each and each["argument_bytes"] - each["aliased_bytes"] for each in (found, than)]
+        moved = [each and each["round_hbm_bytes"] for each in (found, than)]
+        cells = [f"[{pair}](results/quantised/{path.name})", count, found["topology"].partition(":")[0]]
+        for own, whole in (held, moved):
+            cells += [f"{own / 1e9:.2f}", f"{own / whole:.3f}" if whole else ""]
+        cells += [f"{found['round_hbm_bytes'] / found['round_floor_bytes']:.3f}"]
+        rows.append([*cells, f"{found['peak_temp_bytes'] / 1e6:.0f}", f"{found['roofline_ms']:.2f}"])
+    head = [
+        "pair",
+        "rows",
+        "chip",
+        "weights GB",
+        "of bfloat16's",
+        "round GB",
+        "of bfloat16's",
+        "of its floor",
+    ]
+    return table([*head, "temporary MB", "roofline ms"], *rows)
+
+
 def latents_aot() -> str:
     """Bytes of latent attention over their floor, by model, context and chip."""
     found: dict[tuple[str, int], dict[str, str]] = {}
@@ -268,9 +299,11 @@ def aot_experts() -> str:
     verify = {line["experts"]: f"{line['ratio']:.3f}" for line in found["verify"] if line["rows"] == 16}
     ragged = {line["stored"]: f"{line['ratio']:.3f}" for line in found["ragged_dot"] if line["rows"] == 16}
     return item(
-        "Experts: every expert's weights are read once and applied to all rows, without a copy (up to 16 ",
-        "row-expert pairs: those experts alone, where they lie). With transformers' `batched_mm` XLA ",
-        "gathers `[rows x k, ...]` copies of expert weights in HBM: two layers of Qwen3-Coder-30B-A3B at 16 ",
+        "Experts: those that rows hit are read once and applied to all rows, without a copy, by one Pallas ",
+        "call that fetches the next one while one is multiplied; those with biases or stacks [in, out] ",
+        "(gpt-oss) by a loop, which fetches nothing ahead. Those count that are expected if every choice is ",
+        "as likely. With transformers' `batched_mm` XLA gathers `[rows x k, ...]` copies of expert weights ",
+        "in HBM: two layers of Qwen3-Coder-30B-A3B at 16 ",
         f"rows move {verify['batched_mm']} times their floor so, {verify['static_experts']} with ours. ",
         "`ragged_dot` becomes a kernel that reads experts once if they are stored [experts, in, out] ",
         f"({ragged['[experts, in, out]']}), but copies them all first from transformers' ",
@@ -364,6 +397,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cached-forwards": cached_forwards,
     "aot": aot,
     "aot-rounds": aot_rounds,
+    "quantised-aot": quantised_aot,
     "latents-aot": latents_aot,
     "aot-notes": lambda: "\n".join(
         [aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts(), aot_trees()]

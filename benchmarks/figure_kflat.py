@@ -27,7 +27,7 @@ def cell(figures: dict[str, Any], context: int = 4096, batch: int = 1) -> dict[s
 def kflat_bound() -> str:
     """The least number of rows that is bound by compute on each chip, by target, context and batch."""
     rows = [
-        [name, f"{one['context']:,}", one["batch"], *(one["bound_from"][chip] for chip in COLOURS)]
+        [name, f"{one['context']:,}", one["batch"], *(one["bound_from"][chip] or "none" for chip in COLOURS)]
         for pair, name in PAIRS.items()
         for one in found(pair)["cells"]
     ]

@@ -12,7 +12,7 @@ LARGE = 10**7
 
 def bytes_of(tree: Any) -> int:
     """Bytes of all arrays, or shapes, of ``tree``."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(tree))
 
 
 def memory_limit(device: Any) -> int | None:

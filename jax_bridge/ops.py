@@ -15,6 +15,8 @@ from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, call_torch, environment, once
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
+from jax_bridge.kernels.hit_experts import MOST_ROWS as MOST_OF_EXPERTS
+from jax_bridge.kernels.hit_experts import hit_experts_jax, loop_over_hits
 from jax_bridge.kernels.paged_attention import append_pages_jax, paged_attention_jax
 from jax_bridge.kernels.row_reductions import (
     argmax_jax,
@@ -38,9 +40,9 @@ from jax_bridge.mesh.heads import (
 )
 from jax_bridge.mesh.mixers import absorb_on_slice, mixer_on_slice
 from jax_bridge.mesh.products import partitioned_linear, partitioned_stacked_linear, partitioned_stacked_sum
-from jax_bridge.weights.codes import Scaled
+from jax_bridge.weights.codes import Groups, Scaled, reads_prompts
 from jax_bridge.weights.formats import Halved, Multiplier, Readable, Transposed, name_of, stored_as
-from jax_bridge.weights.products import linear_jax, stacked_linear_jax
+from jax_bridge.weights.products import layer_of, linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import absorb
 from torch_dflash.ops.attention import (
     AttentionInputs,
@@ -55,6 +57,7 @@ from torch_dflash.ops.latents import halves
 from torch_dflash.ops.paged_attention import append_pages, paged_attention
 from torch_dflash.ops.spread import likeliest, spread, stacked_linear, stacked_sum
 from torch_dflash.ops.windows import put_slot, take_slot, write_rows
+from torch_dflash.targets.experts import apply_experts, gates_by_columns, mix_experts, ordinary
 from torch_dflash.targets.scans import run_mixer
 
 UNROLLED_ROWS = 8
@@ -173,14 +176,30 @@ def _linear(input, weight, bias=None):  # torch's own names: some callers pass t
     return call_jax(multiply, input, weight, bias)
 
 
-def _stacked_linear(rows, stack, transposed):
-    def multiply(rows, stack):
+def _stacked_linear(rows, stack, transposed, at=None):
+    def multiply(rows, stack, at):
         kept = stored_as(stack)
-        if isinstance(kept, Cut):
+        if isinstance(kept, Groups):
+            return once(Groups.products, kept if at is None else kept.one(at), rows)
+        if at is None and isinstance(kept, Cut):
             return once(partitioned_stacked_linear, rows, kept, transposed=transposed)
+        stack = stack if at is None else layer_of(stack, at)
         return once(stacked_linear_jax, rows, stack, transposed=transposed)
 
-    return call_jax(multiply, rows, stack)
+    return call_jax(multiply, rows, stack, at)
+
+
+def _mix_experts(rows, index, weights, module):
+    stacks = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+    if current() is not None or (reads_prompts() and rows.shape[0] > MOST_OF_EXPERTS):
+        return mix_experts.plain(rows, index, weights, module)
+    apply = partial(call_torch, partial(apply_experts, module))
+    if not ordinary(module) or any(stored_as(stack.jax()) is not None for stack in stacks):
+        loop = partial(loop_over_hits, experts=module.num_experts, apply=apply)
+        return call_jax(loop, rows, index, weights)
+    gate = partial(call_torch, module._apply_gate if module.has_gate else module.act_fn)
+    mix = partial(hit_experts_jax, gate=gate, by_columns=gates_by_columns(module), apply=apply)
+    return call_jax(mix, rows, index, weights, *stacks)
 
 
 def _halves(weight, widths):
@@ -362,6 +381,7 @@ LOWERED = {
     spread: _spread,
     on_host: _on_host,
     stacked_linear: _stacked_linear,
+    mix_experts: _mix_experts,
     stacked_sum: _stacked_sum,
     halves: _halves,
     branch: _branch,

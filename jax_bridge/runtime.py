@@ -32,7 +32,8 @@ from jax_bridge.programs.lower import (
 )
 from jax_bridge.programs.state_dtypes import StateDtypes
 from jax_bridge.state import check_alive, register_states
-from jax_bridge.weights.formats import Weight
+from jax_bridge.weights.codes import Groups
+from jax_bridge.weights.formats import Multiplier, Weight
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import lasting, quiet
@@ -142,6 +143,7 @@ class XlaRuntime:
             return
         weights = {name: shape_of(leaf) for name, leaf in tensors.items()}
         weights, state = self._place.share(weights, self._state_dtypes.shapes(weights))
+        weights |= {name: leaf for name, leaf in tensors.items() if isinstance(leaf, Multiplier | Groups)}
         others = ", batch_size or pool_pages" if self.plan.cache == "paged" else " or batch_size"
         check_memory(
             {"weights": bytes_of(weights), "state": bytes_of(state)},

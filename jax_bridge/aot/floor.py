@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from torch import nn
 
 from jax_bridge.device_memory import bytes_of
+from jax_bridge.kernels.hit_experts import expected_hits
 from jax_bridge.weights.layout import lookups_of
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
@@ -90,8 +91,8 @@ ALONE = Shares()
 def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -> Floor:
     """The floor of ``pair``'s passes with ``context`` committed tokens in every row.
 
-    In a mixture of experts, ``B * M * k`` experts count, at most all. For one chip of a slice, ``params`` are
-    its parts, and all its experts count.
+    Of a mixture the experts count that ``B * M`` rows are expected to hit, if every choice is as likely. For
+    one chip of a slice, ``params`` are its parts, and all its experts count.
     """
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
@@ -146,7 +147,7 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: S
     weights = target_weights(pair, params)
     reads = _sizes(weights)
     for name, (count, chosen) in expert_weights(pair, weights).items():
-        reads[name] = round(reads[name] * min(1.0, batch * rows * chosen / count))
+        reads[name] = round(reads[name] * expected_hits(batch * rows, chosen, count) / count)
     cached = cached_values(target, context, rows)
     item = jnp.dtype(params[_names(pair)[id(target.model.get_input_embeddings().weight)]].dtype).itemsize
     states = sum(spec.state_bytes(item) for spec in target.specs)

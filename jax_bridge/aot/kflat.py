@@ -3,8 +3,8 @@
 Bytes are those of the floor (`jax_bridge.aot.floor`: weights, K/V of the context) and of each row: its
 embedding, its K/V, its logits written and read. Values between layers are left out: for 64 rows they are a
 few per cent, by compiled programs (docs/tpu.md). FLOPs are two per weight and row, and those of attention.
-Experts are read and multiplied as here: up to `FEW` pairs of row and expert only those, else all experts for
-every row; ``routed_flops`` are those that routing needs.
+Experts are read and multiplied as here: those that rows are expected to hit if every choice is as likely,
+each for every row; ``routed_flops`` are those that routing needs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from jax_bridge.aot.compile import AbstractPair
 from jax_bridge.aot.floor import CHIPS, Chip, cached_values, expert_weights, floor_of, target_weights
+from jax_bridge.kernels.hit_experts import expected_hits, most_rows
 from torch_dflash.decode import Pair
-from torch_dflash.targets.experts import FEW_PAIRS as FEW
 
 ROWS = tuple(1 << step for step in range(11))
 MOST = 4096
@@ -43,6 +43,13 @@ class WeightCounts(NamedTuple):
     experts: int
     count: int
     chosen: int
+
+    def calls(self, rows: int, hidden: int) -> list[tuple[int, float]]:
+        """(Rows, part of the experts) of each product of a pass."""
+        whole, rest = divmod(rows, most := most_rows(hidden))
+        sizes = [most] * whole + [rest] * (rest > 0)
+        count = max(self.count, 1)
+        return [(size, expected_hits(size, self.chosen, count) / count) for size in sizes]
 
 
 def kflat(
@@ -76,8 +83,8 @@ def work_of(pair: Pair, weights: WeightCounts, context: int, batch: int, rows: i
     target, config, every, item = pair.target, pair.target.config.get_text_config(), batch * rows, 2
     heads: Any = config.num_attention_heads
     share = weights.chosen / max(weights.count, 1)
-    few = every * weights.chosen <= min(FEW, weights.count - 1)
-    read = weights.experts * (every * share if few else 1)
+    calls = weights.calls(every, config.hidden_size)
+    read = weights.experts * sum(part for _, part in calls)
     cached = sum(spec.width for spec in target.specs)
     held = cached_values(target, context, rows)
     seen = context + (rows + 1) / 2  # half of the rows themselves, on average
@@ -89,8 +96,8 @@ def work_of(pair: Pair, weights: WeightCounts, context: int, batch: int, rows: i
     def computed(experts: float) -> int:
         return round(2 * every * (weights.shared + experts + heads * attended))
 
-    routed = weights.experts * share
-    return Work(round(moved), computed(routed if few else weights.experts), computed(routed))
+    multiplied = weights.experts * sum(rows * part for rows, part in calls) / every
+    return Work(round(moved), computed(multiplied), computed(weights.experts * share))
 
 
 def draft_of(model: AbstractPair, context: int, batch: int) -> Work:

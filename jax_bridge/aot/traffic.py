@@ -7,6 +7,7 @@ buffers outside VMEM count. The result is an estimate from the program's text, n
 - an update in place reads and writes the updated part, not the buffer;
 - a custom call (a Pallas kernel) reads its operands once and writes its results once; a result in an
   operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
+- the kernel and the loop for experts read those that rows are expected to hit, if every choice is as likely;
 - the kernel for static caches reads whole blocks of slots up to the last in use (`Program.context`);
 - an asynchronous pair moves the bytes of its operation, counted at its end;
 - a weight that is fetched at the program's end for its next run counts once: only a first run also fetches it
@@ -26,6 +27,7 @@ import jax
 from jax_bridge.aot.hlo import Instruction, Program, all_bytes, array_bytes, hbm_bytes
 from jax_bridge.device_memory import bytes_of
 from jax_bridge.kernels.block_attention import CONTEXT, NAME, slots_read
+from jax_bridge.kernels.hit_experts import STACKS, hits_of
 
 _FREE = set(
     "add-dependency after-all bitcast constant get-tuple-element iota opt-barrier parameter partition-id "
@@ -51,7 +53,7 @@ def moved(program: Program, body: Body, at: Instruction) -> int:
         return 0 if _fetched_before(body, finished) else moved(program, body, finished)
     operands = [body[name].type for name in at.operands]
     if at.op == "while":
-        return _trips(program, at) * hbm_traffic(program, at.called("body"))
+        return round(_trips(program, at) * hbm_traffic(program, at.called("body")))
     if at.op in ("call", "async"):
         return hbm_traffic(program, at.called("to_apply" if at.op == "call" else "calls"))
     if at.op == "conditional":
@@ -88,8 +90,10 @@ def _fetched_before(body: Body, copy: Instruction) -> bool:
     return any(start.operands == copy.operands and start.name != copy.name for start in unused)
 
 
-def _trips(program: Program, loop: Instruction) -> int:
-    """Turns of a loop with the condition ``counter < constant``: JAX counts from 0 by 1."""
+def _trips(program: Program, loop: Instruction) -> float:
+    """Turns of a loop over experts, or with the condition ``counter < constant``: JAX counts from 0 by 1."""
+    if hits := hits_of(loop.attributes):
+        return hits[0]
     condition = program.computations.get(loop.called("condition"), {})
     root = next((one for one in condition.values() if one.is_root), None)
     if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
@@ -110,6 +114,8 @@ def _custom_call(program: Program, at: Instruction, operands: list[str]) -> int:
         slots = int(re.findall(r"\d+", operands[-1].partition("{")[0])[-1])  # of the positions [B, 1, S]
         used = slots_read(program.context, slots)
         read[CONTEXT] = [size * used // slots for size in read[CONTEXT]]
+    if hits := hits_of(at.name):
+        read[STACKS] = [round(size * hits[0] / hits[1]) for size in read[STACKS]]
     return sum(read) + sum(written)
 
 

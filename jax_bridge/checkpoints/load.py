@@ -27,7 +27,7 @@ from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
-from jax_bridge.weights.codes import of_codes
+from jax_bridge.weights.codes import of_codes, of_pairs
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, check_arithmetic, check_loaded, keep
 from torch_dflash.checks import check_arithmetic as check_choice
@@ -128,8 +128,9 @@ def load(
             theirs.
         quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
             `torch_dflash.compile`; on one device.
-        keep_codes: keep linear weights that are stored in 8 bits as they are stored, codes and scales; on one
-            device. Unset, and for experts and MXFP4, they are dequantised to ``dtype``.
+        keep_codes: keep linear weights that are stored in 8 bits, and experts in MXFP4, as they are stored,
+            codes and scales; on one device. Unset, and for experts in 8 bits, they are dequantised to
+            ``dtype``.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -199,7 +200,7 @@ def _load(
     partitions = None if mesh is None else partitions_of_target(model, mesh)
     latents = weights_of(find_latents(model))
     rules = LayoutRules.of(model, model.get_output_embeddings(), latents, quantize=quantize)
-    coded = {name for name in rules.linear - latents.keys() if keep_codes and _has_codes(parts.get(name))}
+    coded = _coded(parts, rules.linear - latents.keys()) if keep_codes else set()
     stored_bytes = {name: parts[name][0].nbytes for name in coded}
     _check_memory(live, types, partitions, rules, stored_bytes)
     keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions)
@@ -244,8 +245,11 @@ def _check_memory(
     check_memory({"weights": bytes_of(shapes)}, memory_of(devices), f"load the model on {more}, mesh=...")
 
 
-def _has_codes(sources: list[Source] | None) -> bool:
-    return bool(sources) and isinstance(sources[0], Dequantised) and not sources[0].turned
+def _coded(parts: dict[str, list[Source]], linear: set[str] | frozenset[str]) -> set[str]:
+    """Names of the weights that can stay codes: ``linear`` ones, and stacks in MXFP4."""
+    stored = {name: group[0] for name, group in parts.items() if group}
+    codes = {name: part for name, part in stored.items() if isinstance(part, Dequantised)}
+    return {name for name, part in codes.items() if (len(part.shape) == 3 if part.turned else name in linear)}
 
 
 def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, torch.dtype], Weight]:
@@ -255,6 +259,8 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         if name in coded and isinstance(part, Dequantised):
             place = SingleDeviceSharding(device)
+            if part.turned:
+                return of_pairs(*part.read_codes(), dtype, place)
             if (weight := of_codes(*part.read_codes(), part.block, dtype, place)) is not None:
                 return weight
         layout = rules.choose(name, part.shape, dtype, device)

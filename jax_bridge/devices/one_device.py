@@ -40,8 +40,12 @@ class OneDevice:
         return step
 
     def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
-        """The device's part of weights by name and of a state, all as shapes: everything."""
-        return weights, state
+        """The device's part of weights by name and of a state, all as shapes: everything, in its format."""
+
+        def kept(name: str, leaf: Any) -> Any:
+            return self._rules.shapes(name, leaf.shape, getattr(torch, leaf.dtype.name), self._device)
+
+        return {name: kept(name, leaf) for name, leaf in weights.items()}, state
 
     def host_output(self, step: Callable) -> Callable:
         """``step``, whose result the host reads."""

@@ -15,13 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from torch import Tensor
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import default_device, to_jax
 from jax_bridge.weights.formats import Multiplier, by_rows, dot, name_of
-from jax_bridge.weights.products import stacked_sums
+from jax_bridge.weights.products import layer_of, stacked_linear_jax, stacked_sums
 
 FEW_ROWS = 64
 """Most rows of a prompt's chunk whose sums are scaled block by block: they are float32 for each block of the
@@ -37,6 +38,11 @@ def reading_prompts() -> Iterator[None]:
         yield
     finally:
         _prompt.reset(token)
+
+
+def reads_prompts() -> bool:
+    """Whether what is traced reads prompts (`reading_prompts`)."""
+    return _prompt.get()
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "table", "scale"], meta_fields=["dtype"])
@@ -118,21 +124,94 @@ class Blocks(Multiplier):
 
     def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
         """``rows @ weight.T`` in float32."""
-        if _prompt.get() and rows.shape[0] > FEW_ROWS:
+        if reads_prompts() and rows.shape[0] > FEW_ROWS:
             return dot(rows, self.entries().astype(rows.dtype), jnp.float32)
         parts = rows.reshape(rows.shape[0], *self.array.shape[:2]).swapaxes(0, 1)
-        codes = self.array.astype(rows.dtype)  # exact; XLA merges the cast with the product
-
-        def as_it_is(rows: Array, codes: Array) -> Array:
-            axes = (((2,), (1,)), ((0,), (0,)))
-            return jax.lax.dot_general(rows, codes, axes, preferred_element_type=jnp.float32)
-
-        padded = partial(stacked_sums, transposed=True)
-        sums = jax.lax.platform_dependent(parts, codes, cpu=padded, default=as_it_is)
-        return (sums * self._by_outputs()[:, None]).sum(0)
+        return (_sums_of_groups(parts, self.array) * self._by_outputs()[:, None]).sum(0)
 
     def _by_outputs(self) -> Float[Array, "blocks out"]:
         return jnp.repeat(self.scale, self.outputs, axis=1)[:, : self.array.shape[2]]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "scale"], meta_fields=["dtype"])
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """A stack of experts' weights [experts, in, out] in MXFP4 (`jax_bridge.weights.formats.StoredWeight`).
+
+    ``array`` [experts, in / b, b, out] has codes of 4 bits, ``scale`` [experts, in / b, out] an exponent for
+    each group of b inputs. The CPU's memory holds a code in a byte.
+    """
+
+    array: Any
+    scale: Any
+    dtype: str
+
+    @classmethod
+    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, group: int = 32) -> Groups:
+        """The shapes of `of_pairs` for a stack [experts, in, out]."""
+        experts, size, out = shape
+        codes = jax.ShapeDtypeStruct((experts, size // group, group, out), jnp.float4_e2m1fn)
+        scale = jax.ShapeDtypeStruct((experts, size // group, out), jnp.float8_e8m0fnu)
+        return cls(codes, scale, name_of(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, groups, size, out = self.array.shape
+        return experts, groups * size, out
+
+    def unwrap(self) -> jax.Array:
+        return self.entries(self.dtype)
+
+    def entries(self, dtype: Any) -> Float[Array, "experts in out"]:
+        """The weights; bfloat16 holds them exactly."""
+        values = self.array.astype(jnp.float32) * self.scale.astype(jnp.float32)[:, :, None]
+        return values.reshape(self.shape).astype(dtype)
+
+    def one(self, at: Int[Array, " 1"]) -> Groups:
+        """The expert ``at`` alone."""
+        return Groups(layer_of(self.array, at), layer_of(self.scale, at), self.dtype)
+
+    def products(self, rows: Float[Array, "experts R in"]) -> Float[Array, "experts R out"]:
+        """Each expert's ``rows`` times its weight, in their type."""
+        if reads_prompts() and rows.shape[1] > FEW_ROWS:
+            return stacked_linear_jax(rows, self.entries(rows.dtype), transposed=True)
+        experts, groups, size, out = self.array.shape
+        parts = rows.reshape(experts, -1, groups, size).swapaxes(1, 2).reshape(experts * groups, -1, size)
+        sums = _sums_of_groups(parts, self.array.reshape(experts * groups, size, out))
+        scaled = sums.reshape(experts, groups, -1, out) * self.scale.astype(jnp.float32)[:, :, None]
+        return scaled.sum(1).astype(rows.dtype)
+
+
+def _sums_of_groups(rows: Float[Array, "groups R b"], codes: Array) -> Float[Array, "groups R out"]:
+    """Products with codes [groups, b, out] in float32, before their scales."""
+    codes = codes.astype(rows.dtype)  # exact; XLA merges the cast with the product
+
+    def as_it_is(rows: Array, codes: Array) -> Array:
+        axes = (((2,), (1,)), ((0,), (0,)))
+        return jax.lax.dot_general(rows, codes, axes, preferred_element_type=jnp.float32)
+
+    padded = partial(stacked_sums, transposed=True)
+    return jax.lax.platform_dependent(rows, codes, cpu=padded, default=as_it_is)
+
+
+def of_pairs(codes: Tensor, scale: Tensor, dtype: torch.dtype, place: Any) -> Groups:
+    """A stack that is stored as MXFP4, with its codes' bits as they are.
+
+    Args:
+        codes: [experts, out, in / b, b / 2] bytes of two codes, the first one in the lower bits.
+        scale: [experts, out, in / b], exponents. dtype: of the weight as the model sees it.
+    """
+    experts, out, groups, pairs = codes.shape
+    laid = np.empty((experts, groups, 2 * pairs, out), np.uint8)
+    for own, expert in zip(codes, laid, strict=True):
+        apart = torch.stack([own & 15, own >> 4], dim=-1).reshape(out, groups, 2 * pairs)
+        expert[:] = apart.permute(1, 2, 0).numpy()
+    exponents = scale.permute(0, 2, 1).contiguous().numpy()
+    kept = laid.view(jnp.float4_e2m1fn), exponents.view(jnp.float8_e8m0fnu)
+    # A CPU's compiled program refuses codes of 4 bits that are bound to a device: it names another layout.
+    bound_to = None if default_device().platform == "cpu" else place
+    array, exponent = jax.device_put(kept, bound_to)
+    return Groups(array, exponent, name_of(dtype))
 
 
 def of_codes(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, place: Any) -> Any:

@@ -10,13 +10,15 @@ import torch
 from support.quantised import publish, say
 from support.refusals import refuses
 from support.scripted import run
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.checkpoints import load as loading
+from jax_bridge.device_memory import bytes_of
 from jax_bridge.weights import codes as forms
 from jax_bridge.weights import layout
-from jax_bridge.weights.codes import FEW_ROWS, Blocks, Scaled, of_codes, reading_prompts
+from jax_bridge.weights.codes import FEW_ROWS, Blocks, Groups, Scaled, of_codes, of_pairs, reading_prompts
 from jax_bridge.weights.formats import plain
 from jax_bridge.weights.products import linear_jax
 
@@ -113,6 +115,75 @@ def test_only_prompts_change_their_form_with_their_rows(monkeypatch):
         assert not seen
         linear_jax(rows[FEW_ROWS + 1], kept)
     assert seen
+
+
+# --- experts in MXFP4 ------------------------------------------------------------------------------------
+
+
+def pairs(experts=3, out=24, groups=4):
+    """Codes and exponents as a file has them, and transformers' values of them in float32."""
+    torch.manual_seed(1)
+    codes = torch.randint(0, 256, (experts, out, groups, 16), dtype=torch.uint8)
+    scale = torch.randint(100, 140, (experts, out, groups), dtype=torch.uint8)
+    return codes, scale, convert_moe_packed_tensors(codes, scale, dtype=torch.float32)
+
+
+def test_pairs_keep_their_bits():
+    codes, scale, values = pairs()
+    kept = of_pairs(codes, scale, torch.bfloat16, None)
+    assert (kept.array.dtype, kept.scale.dtype) == (jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
+    assert kept.array.shape == (3, 4, 32, 24) and kept.shape == tuple(values.shape)
+    bits = np.asarray(kept.array).view(np.uint8).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(bits[..., ::2] | bits[..., 1::2] << 4, codes)
+    np.testing.assert_array_equal(np.asarray(kept.scale).view(np.uint8), scale.permute(0, 2, 1))
+    shapes = Groups.shapes(tuple(values.shape), torch.bfloat16)
+    alike = zip(jax.tree.leaves(kept), jax.tree.leaves(shapes), strict=True)
+    assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in alike)
+    assert bytes_of(shapes) == codes.nbytes + scale.nbytes  # of a TPU, which packs them
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_multiply_as_their_values(dtype):
+    codes, scale, values = pairs()
+    kept = of_pairs(codes, scale, dtype, None)
+    np.testing.assert_array_equal(jb.to_torch(plain(kept)).float(), values.to(dtype).float())
+    rows = torch.randn(3, 5, 128).to(dtype)
+    wanted, most = rows.double() @ values.double(), 2e-6 if dtype == torch.float32 else 5e-3
+    multiply = jax.jit(Groups.products)
+    for at, own in ((slice(0, 3), kept), (slice(2, 3), kept.one(jnp.array([2])))):
+        got = jb.to_torch(multiply(own, jb.to_jax(rows[at])))
+        assert got.dtype == dtype and (got.double() - wanted[at]).abs().max() < most * wanted.abs().max()
+    with reading_prompts():
+        many = torch.randn(3, FEW_ROWS + 1, 128).to(dtype)
+        got = jb.to_torch(jax.jit(lambda kept, rows: kept.products(rows))(kept, jb.to_jax(many)))
+    wanted = many.double() @ values.double()
+    assert (got.double() - wanted).abs().max() < most * wanted.abs().max()
+
+
+def test_a_row_of_pairs_does_not_depend_on_the_rows_beside_it():
+    kept, multiply = of_pairs(*pairs()[:2], torch.bfloat16, None), jax.jit(Groups.products)
+    many = jb.to_jax(torch.randn(3, FEW_ROWS + 6, 128).bfloat16())
+    whole = multiply(kept, many)
+    for count in (1, 2, 3, 16):
+        np.testing.assert_array_equal(multiply(kept, many[:, :count]), whole[:, :count])
+    for expert in range(3):  # and not on the experts
+        alone = multiply(kept.one(jnp.array([expert])), many[expert : expert + 1])
+        np.testing.assert_array_equal(alone, whole[expert : expert + 1])
+
+
+def test_experts_that_are_published_in_mxfp4_decode_as_their_values_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(forms, "FEW_ROWS", 8)  # a prompt's chunk is dequantised
+    publish("mxfp4", tmp_path)
+    loaded, wide = (jb.load(tmp_path, dtype=torch.float32, keep_codes=keep) for keep in (True, False))
+    stacks = {name for name, weight in loaded.arrays.items() if isinstance(weight, Groups)}
+    assert len(stacks) == 4 and all(name.endswith(("gate_up_proj", "down_proj")) for name in stacks)
+    for path in stacks:
+        np.testing.assert_array_equal(plain(loaded.arrays[path]), plain(wide.arrays[path]), err_msg=path)
+    mixed = {"do_sample": True, "temperature": [0.0, 1.0, 2.0], "top_k": 0, "seed": 3, "max_new_tokens": 30}
+    drafting = td.compile(loaded, td.NGramProposer(), **ROOM)
+    texts = run(drafting, PROMPTS, **mixed)[0]
+    assert texts == run(td.compile(loaded, None, **ROOM), PROMPTS, **mixed)[0]
+    assert texts[0] == run(td.compile(wide, None, **ROOM), PROMPTS, **mixed)[0][0]
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])

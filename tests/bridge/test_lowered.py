@@ -23,14 +23,14 @@ from torch_dflash.ops import spread as likeliest
 from torch_dflash.ops import spread as stacked
 from torch_dflash.ops.lowerable import OPERATIONS, lowerable
 from torch_dflash.requests.options import OF_A_CALL, EngineOptions
-from torch_dflash.targets import scans
+from torch_dflash.targets import experts, scans
 
 
 def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
     modules = (attention, block_attention, control_flow, dense_attention, latents, on_host, paged_attention)
-    modules += (likeliest, recurrent, scans, spread, stacked, windows)
+    modules += (experts, likeliest, recurrent, scans, spread, stacked, windows)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 

@@ -14,6 +14,7 @@ from jax_bridge.checkpoints import load
 from jax_bridge.device_memory import bytes_of, check_memory, memory_limit, memory_of
 from jax_bridge.devices import on_mesh as places
 from jax_bridge.devices import weights
+from jax_bridge.weights import layout
 
 
 @pytest.fixture
@@ -74,6 +75,25 @@ def test_on_a_mesh_only_parts_count(small, mesh_of):
     small(held // 4)
     with refuses(ValueError, "of weights", "too few", "mesh"):
         td.compile(*pair, max_length=64, batch_size=2, mesh=mesh_of(2))
+
+
+def test_codes_count_as_they_are_held(monkeypatch, tmp_path):
+    monkeypatch.setitem(layout.ARITHMETIC, "cpu", layout.ARITHMETIC["tpu"])
+    target, _ = make_pair()
+    target.save_pretrained(tmp_path)
+    options = {"max_length": 64, "quantize": "int8"}
+    for model in (target, jb.load(tmp_path, quantize="int8")):
+        engine = td.compile(model, None, **options)
+        params = engine._params()
+        held = bytes_of(params)
+        room_for = held + bytes_of(engine.runtime.begin(params, _idle(engine)))
+        assert held < 0.6 * sum(weight.nbytes for weight in target.parameters())
+        monkeypatch.setattr(room, "memory_limit", lambda device, most=room_for: most)
+        td.compile(model, None, **options)
+        monkeypatch.setattr(room, "memory_limit", lambda device, most=room_for - 1: most)
+        with refuses(ValueError, f"{held:,} bytes of weights", "1 bytes too few"):
+            td.compile(model, None, **options)
+        monkeypatch.setattr(room, "memory_limit", lambda device: None)
 
 
 def test_weights_are_not_read_where_they_cannot_fit(small, mesh_of, tmp_path):

@@ -47,7 +47,7 @@ def run(arguments: SimpleNamespace) -> int:
     """Run all checks; returns the exit status."""
     from torch_dflash.selftest.backend import Case
     from torch_dflash.selftest.costs import hidden_costs
-    from torch_dflash.selftest.kernels import block_forms, paged_forms
+    from torch_dflash.selftest.kernels import block_forms, expert_forms, paged_forms
     from torch_dflash.selftest.losslessness import lossless
     from torch_dflash.selftest.report import Report
 
@@ -61,6 +61,7 @@ def run(arguments: SimpleNamespace) -> int:
         if family == FAMILIES[0]:
             report.attempt("paged attention", lambda: paged_forms(backend))
             report.attempt("block attention", lambda: block_forms(backend))
+            report.attempt("experts", lambda: expert_forms(backend))
             report.attempt("hidden costs", lambda case=case: hidden_costs(case, backend))
     timings: list[dict[str, Any]] = []
     report.attempt("timings", lambda: _timings(backend, arguments, timings))

@@ -36,12 +36,17 @@ def likeliest(
 
 @lowerable
 def stacked_linear(
-    rows: Float[Tensor, "experts R in"], stack: Float[Tensor, "experts K L"], transposed: bool
+    rows: Float[Tensor, "experts R in"],
+    stack: Float[Tensor, "all K L"],
+    transposed: bool,
+    at: Int[Tensor, " experts"] | None = None,
 ) -> Float[Tensor, "experts R out"]:
     """Each layer's ``rows`` times its weight, [out, in] or, ``transposed``, [in, out].
 
-    `jax_bridge.weights.products` rounds a row alone as in a block.
+    ``at``: the layers of the stack that are multiplied; None: all. `jax_bridge.weights.products` rounds a row
+    alone as in a block.
     """
+    stack = stack if at is None else stack.index_select(0, at)
     return torch.bmm(rows, stack if transposed else stack.transpose(1, 2))
 
 

@@ -1,19 +1,23 @@
-"""Attention in the form that the device runs, against its plain form in float32 on the CPU."""
+"""Attention and experts in the form that the device runs, against the plain form in float32 on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.integrations.moe import _default_apply_gate
 
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past, block_attention
 from torch_dflash.ops.paged_attention import Pages, paged_attention, pool_width
 from torch_dflash.selftest.backend import Backend
 from torch_dflash.selftest.report import Check, within
+from torch_dflash.targets.experts import mix_experts
 
 BATCH, PAGE, COLUMNS = 2, 16, 12
 SLOTS = 1040  # slots of a drafter's context: two blocks of the kernel and a part of one
@@ -74,6 +78,22 @@ def block_forms(backend: Backend) -> Iterator[Check]:
             yield within(label, error, tolerance)
 
 
+def expert_forms(backend: Backend) -> Iterator[Check]:
+    """Yield a check per dtype of 16 rows of a mixture with 32 experts."""
+    for dtype, tolerance in TOLERANCES.items():
+        arguments = _expert_arguments(dtype)
+        out = backend.apply(_experts, arguments)
+        error = float((out.float() - _experts(*_wide(arguments)).float()).abs().max())
+        yield within(f"experts, {str(dtype).removeprefix('torch.')}, 16 rows, 4 of 32", error, tolerance)
+
+
+def _experts(rows, index, weights, up, down) -> Any:
+    kind = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": len(down)}
+    module = SimpleNamespace(gate_up_proj=up, down_proj=down, act_fn=nn.SiLU(), **kind)
+    module._apply_gate = partial(_default_apply_gate, module)
+    return mix_experts(rows, index, weights, module)
+
+
 def _paged(shape: Shape, query, key, value, pool, table, start) -> Any:
     inputs = AttentionInputs(query, key, value, start, shape.dim**-0.5, **shape.options)
     return paged_attention(inputs, Pages(pool, table))
@@ -120,6 +140,13 @@ def _block_arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ..
     slot = torch.arange(SLOTS, dtype=torch.int32)
     position = torch.where(slot < start[:, None], slot, -1)
     return query, normal(*block), normal(*block), normal(*context), normal(*context), position, start
+
+
+def _expert_arguments(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Rows, their experts' numbers and weights, and both stacks."""
+    normal = partial(_normal, torch.Generator().manual_seed(0), dtype)
+    weights, index = normal(16, 32).float().softmax(dim=1).topk(4)
+    return normal(16, 256), index.int(), weights, normal(32, 256, 256) / 16, normal(32, 256, 128) / 16
 
 
 def _normal(random: torch.Generator, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
