@@ -107,6 +107,7 @@ class XlaRuntime:
         keep_programs()
         self.plan, self.fewest_rows = plan, fewest_rows
         self._sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
+        self._sizes += f"; the text is the {quantize} model's" if quantize else ""
         self._programs = Programs(plan.matmul_precision, self._sizes, here.platform)
         self._steps = Steps.of(pair, widths, fewest_rows)
         self._settle(here)
