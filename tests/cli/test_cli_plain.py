@@ -51,7 +51,10 @@ def test_what_drafts_is_named_where_it_is_known():
         ("demo", "pass --draft-model demo."),
         ("some/model", "torch-dflash list shows published ones."),
         ("Qwen/Qwen3.5-27B", "pass --draft-model z-lab/Qwen3.5-27B-DFlash."),  # no hub id in its row
-        ("zai-org/GLM-5.1", "torch-dflash list shows published ones."),  # the command refuses this target
+        (
+            "zai-org/GLM-5.3-Flash",
+            "torch-dflash list shows published ones.",
+        ),  # it is refused
     ):
         assert plainly(target, "torch-dflash chat").endswith(f"so decoding is plain; {words}")
 

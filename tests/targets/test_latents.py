@@ -131,7 +131,8 @@ def test_the_scale_of_queries_by_position_is_of_whole_queries(monkeypatch):
 
 
 def adapted():
-    peft = pytest.importorskip("peft")
+    import peft
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(deepseek(), peft.LoraConfig(r=2, target_modules=["kv_b_proj"]))
@@ -156,6 +157,7 @@ def biased():
         old = layer.self_attn.kv_b_proj
         new = nn.Linear(old.in_features, old.out_features)
         new.weight = old.weight
+        new.bias.data = torch.linspace(-2, 2, old.out_features)
         layer.self_attn.kv_b_proj = new
     return model
 
