@@ -9,6 +9,7 @@ from typing import Any
 
 from family_tables import counts, tables, verdict
 from figure_compare import (
+    compare_bundled,
     compare_bytes,
     compare_checks,
     compare_dollars,
@@ -20,7 +21,17 @@ from figure_compare import (
     compare_tau,
     compare_walls,
 )
-from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids, serve_cpu, slots_cpu
+from figure_cpu import (
+    cpu_distance,
+    cpu_first_token,
+    cpu_products,
+    cpu_steps,
+    draft_ids,
+    int8_quality,
+    latents_cpu,
+    serve_cpu,
+    slots_cpu,
+)
 from figure_demo import (
     demo,
     demo_chat,
@@ -419,6 +430,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "draft-ids": draft_ids,
     "slots-cpu": slots_cpu,
     "serve-cpu": serve_cpu,
+    "int8-quality": int8_quality,
+    "latents-cpu": latents_cpu,
     "cpu-products": cpu_products,
     "cpu-steps": cpu_steps,
     "cpu-first-token": cpu_first_token,
@@ -442,4 +455,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compare-methods": compare_methods,
     "compare-fit-title": compare_fit_title,
     "compare-fits": compare_fits,
+    "compare-bundled": compare_bundled,
 }

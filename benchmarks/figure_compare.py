@@ -187,6 +187,22 @@ def compare_fits() -> str:
     return table([*head, "held-out acceptance length", "after answer tokens"], *rows)
 
 
+def compare_bundled() -> str:
+    """The bundled drafter, and itself with DFlash2's parts after another fit."""
+    counted = {
+        "bundled": result("compare/bench")["counts"],
+        "with DFlash2's parts": result("compare/bundled")["counts"],
+    }
+    shown = [name for name in SETS if name in counted["with DFlash2's parts"]]
+    forms = {"chain": ("dflash", "dflash2"), "union of 8": ("union:8", "union:8")}
+    rows = []
+    for form, names in forms.items():
+        for (drafter, counts), name in zip(counted.items(), names, strict=True):
+            found = [counts[where]["methods"][name]["tokens_per_round"] for where in shown]
+            rows.append([drafter, form, *(f"{one:.2f}" for one in found)])
+    return table(["drafter", "form", *shown], *rows)
+
+
 def compare_fit_title() -> str:
     """The title of the fits' figure: methods, budget, target."""
     found = result("compare/fit")

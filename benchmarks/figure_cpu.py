@@ -106,6 +106,30 @@ def serve_cpu() -> str:
     )
 
 
+def int8_quality() -> str:
+    """Int8 weights beside the weights as they are: perplexity, choices, acceptance."""
+    found, rows = result("int8_quality"), []
+    for name, one in found["target"].items():
+        told, draft = one["perplexity"], found["drafter"][name]
+        kinds = [f"{form} {part}" for part in ("question", "answer") for form in ("as_it_is", "int8")]
+        cells = [*(f"{told[kind]:.2f}" for kind in kinds), f"{one['same_choice']:.3f}"]
+        rows.append([name, *cells, f"{draft['as_it_is']:.2f}", f"{draft['int8']:.2f}"])
+    head = ["questions", "in int8", "answers", "in int8", "same choice", "tokens a round", "drafter in int8"]
+    return table(["perplexity of", *head], *rows)
+
+
+def latents_cpu() -> str:
+    """The speed of absorbed latents over expanded ones, and their errors in bfloat16."""
+    found = result("latents_cpu")
+    said = [
+        f"{ratios['step']:.1f} times faster a step and {ratios['prompt']:.2f} times a prompt with {runtime}"
+        for runtime in ("xla", "eager")
+        for ratios in [found[runtime]["expanded_of_absorbed"]]
+    ]
+    error = found["bfloat16_error"]["absorbed_of_expanded"]
+    return f"{'; '.join(said)}; the error in bfloat16 is {error:.2f} of the expanded form's"
+
+
 def cpu_distance() -> str:
     """The distance of other arithmetics from float32."""
     rows = [

@@ -69,7 +69,9 @@ REFUSED = {
     "speculative_config__attention_backend": "FLASH_ATTN",
     "speculative_config__draft_load_config": SimpleNamespace(),
     "model_config__logprobs_mode": "processed_logprobs", "model_config__enable_prompt_embeds": True,
-    "model_config__max_logprobs": -1,
+    "model_config__max_logprobs": -1, "model_config__logits_processors": ["x:y"],
+    "cache_config__kv_offloading_size": 0.1, "speculative_config__moe_backend": "triton",
+    "speculative_config__prompt_lookup_max": 3, "speculative_config__disable_padded_drafter_batch": True,
 }  # fmt: skip
 
 

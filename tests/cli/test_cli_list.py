@@ -172,7 +172,10 @@ def test_an_empty_cache_and_none_at_all(hub, capsys, tmp_path):
     assert "no hub cache could be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [["--cache-dir", "x"]])
-def test_a_cache_without_a_check_is_refused(given, capsys):
+@pytest.mark.parametrize(
+    "given, why",
+    [(["--cache-dir", "x"], "it is for --check"), (["--vllm", "--check"], "leave one of them out")],
+)
+def test_options_that_ask_otherwise_are_refused(given, why, capsys):
     assert main(["list", *given]) == 2
-    assert "it is for --check" in capsys.readouterr().err
+    assert why in capsys.readouterr().err

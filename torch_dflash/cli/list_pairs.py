@@ -24,6 +24,8 @@ DIFFERS = 1
 def _check(arguments: SimpleNamespace) -> None:
     if arguments.cache_dir is not None and not arguments.check:
         raise UserError(f"--cache-dir {arguments.cache_dir}: it is for --check; pass that too.")
+    if arguments.vllm and arguments.check:
+        raise UserError("--vllm: --check asks another question; leave one of them out.")
 
 
 @command(
