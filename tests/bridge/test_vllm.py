@@ -71,7 +71,7 @@ REFUSED = {
     "model_config__logprobs_mode": "processed_logprobs", "model_config__enable_prompt_embeds": True,
     "model_config__max_logprobs": -1, "model_config__logits_processors": ["x:y"],
     "cache_config__kv_offloading_size": 0.1, "speculative_config__moe_backend": "triton",
-    "speculative_config__prompt_lookup_max": 3, "speculative_config__disable_padded_drafter_batch": True,
+    "speculative_config__code_revision": "x", "speculative_config__disable_padded_drafter_batch": True,
 }  # fmt: skip
 
 

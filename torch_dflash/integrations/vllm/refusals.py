@@ -16,7 +16,7 @@ _DEFAULTS = (
     ("speculative_config", "rejection_sample_method", "standard"),
     ("speculative_config", "kv_cache_dtype quantization max_model_len attention_backend", None),
     ("speculative_config", "draft_load_config num_speculative_tokens_per_batch_size dspark_draft_topk", None),
-    ("speculative_config", "moe_backend code_revision prompt_lookup_max prompt_lookup_min", None),
+    ("speculative_config", "moe_backend code_revision", None),
     ("speculative_config", "enable_adaptive_verification disable_padded_drafter_batch", False),
     ("speculative_config", "use_local_argmax_reduction", False),
     ("cache_config", "kv_offloading_size", None),  # vLLM makes a KV connector of it later
