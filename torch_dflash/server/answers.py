@@ -110,7 +110,7 @@ class Answers:
         self._prompt = sum({id(ids): len(ids) for ids in prompts}.values())
         self.handles: list[Handle] = []
         self._names: dict[int, str] = {}
-        self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._before = model.before
         self._arrived = time.perf_counter()
         ident = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid4().hex}"
         self._head = {"id": ident, "created": int(time.time()), "model": model.name}
@@ -254,8 +254,7 @@ class Answers:
         """The log-probabilities of tokens from ``since`` on; None: nobody asked, or there are none."""
         if self._top is None or since >= len(choice.tokens):
             return None
-        name = self._name
-        rows = list(zip(choice.tokens[since:], choice.scores[since:], strict=True))
+        name, rows = self._name, list(zip(choice.tokens[since:], choice.scores[since:], strict=True))
         if self._chat:
             tops = [[_entry(name(one), q) for one, q in top[: self._top]] for _, (_, top) in rows]
             entries = [_entry(name(token), p) for token, (p, _) in rows]

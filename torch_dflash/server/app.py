@@ -77,7 +77,8 @@ def asgi_app(
     if not all(api_keys):
         raise ValueError("api_keys: an empty key opens nothing; leave it out.")
     options = template_options or {}
-    model = Model(name, tokenizer, engine.plan.capacity, lambda: engine._models.target, options)
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    model = Model(name, tokenizer, engine.plan.capacity, lambda: engine._models.target, options, before)
     server = Server(engine, model, queue, metrics_prefix, api_keys)
     server.check_config()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=server.lifespan)

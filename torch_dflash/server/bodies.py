@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Annotated, Any, Literal, Required, TypeAlias
@@ -172,13 +172,18 @@ def _path(value: Any, places: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """The target as bodies see it; ``capacity``: positions of a row, ``target``: gives the live model."""
+    """The target as bodies see it.
+
+    ``capacity``: positions of a row. ``target``: gives the live model. ``before``: ids of any text, behind
+    which a token is named.
+    """
 
     name: str
     tokenizer: Any
     capacity: int
     target: Callable[[], Any]
     template_options: Mapping[str, Any]
+    before: Sequence[int] = ()
 
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
         """The ids of a conversation, or of each prompt of a completion.
