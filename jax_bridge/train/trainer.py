@@ -84,7 +84,7 @@ class XlaTrainer:
         self.process, self.main = 0, True
         self.student, self.schedule, self.options, self.mesh = student, schedule, schedule.options, mesh
         self.programs = Programs("highest")
-        self.params: Arrays = self._put(dict(student.drafter.named_parameters()), copy=True)
+        self.params: Arrays = self._put(dict(student.trained), copy=True)
         self.state: Any = self._put(optimizer(self.options, 0.0).init(self.params))
         self.frozen: Arrays = self._shared(_frozen(student))
         self._step = lower_step(student, self.options, mesh)
@@ -129,7 +129,7 @@ class XlaTrainer:
     def write_back(self) -> None:
         """Copy the trained weights into ``student.drafter``."""
         with torch.no_grad():
-            for name, parameter in self.student.drafter.named_parameters():
+            for name, parameter in self.student.trained.items():
                 parameter.copy_(to_torch(self.params[name]))
 
     def _put(self, tree: Any, spec: P = P(), copy: bool = False) -> Any:  # noqa: B008 - immutable
@@ -179,7 +179,7 @@ def _frozen(student: Student) -> dict[str, torch.Tensor]:
     """All tensors that are not trained, by the student's names."""
     tensors = dict(student.named_parameters(remove_duplicate=False))
     tensors |= dict(student.named_buffers(remove_duplicate=False))
-    trained = {f"drafter.{name}" for name, _ in student.drafter.named_parameters()}
+    trained = {f"drafter.{name}" for name in student.trained}
     return {name: tensor for name, tensor in tensors.items() if name not in trained}
 
 

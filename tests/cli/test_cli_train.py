@@ -117,12 +117,16 @@ def test_a_drafter_is_trained_on_from_where_another_stopped(world, overfit, tmp_
 def test_a_v1_drafter_is_given_a_selector_and_judged_with_it(world, overfit, tmp_path, capsys):
     line = ("--features", world.features, "--start-from", overfit.exported, "--log-steps", 1)
     head = ("--head", "dflash2", "--selector-rank", 4, "--selector-top-k", 3)
-    assert fit(world, tmp_path, *line, *head, shape=(), epochs=1) == 0
+    assert fit(world, tmp_path, *line, *head, "--freeze", shape=(), epochs=1) == 0
+    kept = td.load_drafter(overfit.exported).state_dict()
+    own = td.load_drafter(tmp_path / "drafter").state_dict()
+    assert all(torch.equal(own[name], weight) for name, weight in kept.items())
     first = read_log(tmp_path / "log.jsonl")[0]
     assert first["loss"] < 0.2 and first["recall"][0] == 1  # v1's weights, and a selector of zeros
     drafter = td.load_drafter(tmp_path / "drafter")
     assert (drafter.config.selector_rank, drafter.config.selector_top_k) == (4, 3)
-    assert "--head dflash2 --selector-rank 4" in (tmp_path / "drafter" / "README.md").read_text()
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "--head dflash2 --selector-rank 4" in card and "--freeze\n" in card.replace(" --", "\n--")
     prompts, figures = world.write_prompts(tmp_path / "math.jsonl"), tmp_path / "figures.json"
     judge = ("evaluate", "--drafter", tmp_path / "drafter", *EAGER, "--prompts", prompts, "--json", figures)
     assert train(world, *judge, "--card") == 0
@@ -237,6 +241,7 @@ def errors(world, tmp_path):
         ("fit", (*SHAPE, "--answers", answers, "--max-length", 2), ["max_length", "raise it"]),
         ("fit", (*SHAPE, *cached, "--mask-token-id", 0), ["mask_token_id=0 occurs", "choose"]),
         ("fit", cached, ["--mask-token-id", "--start-from"]),
+        ("fit", (*SHAPE, *cached, "--freeze"), ["--freeze", "--start-from"]),
         ("fit", (*cached, *SHAPE, "--mask-token-id", 999), ["mask_token_id=999", "260 rows"]),
         ("fit", (*SHAPE, *cached, "--start-from", tmp_path / "gone"), ["gone", "no such directory"]),
         ("fit", (*SHAPE, "--answers", tmp_path / "gone.jsonl"), ["gone.jsonl", "No such file"]),

@@ -165,7 +165,7 @@ def flags(world, directory: Path, chosen: FitOptions, *more: str) -> list[str]:
     for part in (chosen, shape(), DPACE):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
-            if value is not None:
+            if value is not None and value is not False:
                 value = ",".join(map(str, value)) if isinstance(value, Layers) else value
                 line += ["--" + field.name.replace("_", "-"), str(value)]
     return [*line, *more]

@@ -187,6 +187,7 @@ def test_parts_are_added_with_the_weights_kept():
         (convolved, "dflash2", {"conv_group_size": 16}, ["conv_group_size=16", "the drafter's own"]),
         (first, "convolutions", {"selector_top_k": 4}, ["selector_top_k=4", "which has none"]),
         (first, "dflash2", {"selector_top_k": 1}, ["selector_top_k=1", "head='convolutions'"]),
+        (second, "dflash2", {"freeze": True}, ["freeze=True", "no part is added"]),
         (first, "markov", {}, ["head='markov'", "dflash, convolutions, dflash2"]),
     ):
         with refuses(ValueError, *words):
@@ -231,6 +232,20 @@ def test_all_weights_are_trained_and_the_log_tells_the_recall(whole):
         )
     settings = json.loads((directory / "stage.json").read_text())
     assert settings["head"] == "dflash2" and settings["selector_rank"] == 8 and settings["selector"] == 0.1
+
+
+@pytest.mark.parametrize("on", ["torch", "XLA"])
+def test_a_frozen_drafter_keeps_its_weights_and_its_new_parts_learn(world, tmp_path, on):
+    from jax_bridge.train.trainer import fit_xla
+
+    sizes = {"selector_rank": 8, "selector_top_k": 4}
+    frozen = with_head(student(world).drafter, "dflash2", freeze=True, **sizes)
+    before = {name: weight.clone() for name, weight in frozen.state_dict().items()}
+    asked = dataclasses.replace(CHOSEN, epochs=2, freeze=True)
+    (fit if on == "torch" else fit_xla)(Student(frozen, world.target, DPACE), world.cached(), tmp_path, asked)
+    moved = {name for name, weight in frozen.state_dict().items() if not torch.equal(weight, before[name])}
+    added = frozen.state_dict().keys() - student(world).drafter.state_dict().keys()
+    assert moved == added == load_latest(tmp_path / "checkpoints").second.keys()
 
 
 def test_another_head_or_weight_does_not_go_on_from_it(world, whole):

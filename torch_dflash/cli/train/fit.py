@@ -147,9 +147,10 @@ def fit_command(arguments: SimpleNamespace, processes: int = 1) -> str:
     words = [*(launched if processes > 1 else ()), "torch-dflash", "train", "fit"]
     for one in run.params:
         value: Any = getattr(arguments, one.name or "")
-        if value is None or value == one.default or one.name in OF_THE_MACHINE:
+        if value in (None, one.default) or value is False or one.name in OF_THE_MACHINE:
             continue
-        words += [one.opts[-1], *map(_word, value if isinstance(value, list) else [value])]
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [one.opts[-1], *map(_word, values)]
     return shlex.join(words)
 
 
@@ -173,6 +174,8 @@ def drafter_to_fit(loaded: Any, arguments: SimpleNamespace) -> Any:
                 "--mask-token-id: a new drafter needs one, an id that no text holds; --start-from takes that "
                 "of the drafter."
             )
+        if arguments.freeze:
+            raise UserError("--freeze: a new drafter has no part to keep; pass --start-from, too.")
         return new_drafter(loaded.target, read_options(DrafterShape, arguments))
     if not isinstance(loaded.drafter, DraftVocabulary):
         named = f"--start-from {arguments.start_from}"
@@ -183,4 +186,4 @@ def drafter_to_fit(loaded: Any, arguments: SimpleNamespace) -> Any:
                 f"--{field.name.replace('_', '-')}: --start-from takes the drafter's own; leave one out."
             )
     sizes = {name: getattr(arguments, name) for name in GROWN[1:]}
-    return with_head(loaded.drafter, arguments.head, **sizes)
+    return with_head(loaded.drafter, arguments.head, freeze=arguments.freeze, **sizes)

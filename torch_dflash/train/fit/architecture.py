@@ -38,7 +38,8 @@ def new_drafter(target: Any, shape: DrafterShape) -> Any:
         # The head expects states of this scale; with ones, the first losses are many times too high.
         drafter.norm.weight.data.copy_(norm.weight.detach())
     # Every head of DFlash begins with v1's weights.
-    return with_head(drafter, shape.head or "dflash", shape.init_seed, **shape.sizes).to(target.device)
+    head: str = shape.head or "dflash"
+    return with_head(drafter, head, shape.init_seed, False, **shape.sizes).to(target.device)
 
 
 def _dflash(target: Any, shape: DrafterShape) -> DFlashConfig:

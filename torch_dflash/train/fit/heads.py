@@ -30,17 +30,21 @@ def head_of(config: Any) -> str:
     return "convolutions" if config.selector_top_k == 1 else "dflash2"
 
 
-def with_head(drafter: Any, head: str | None, seed: int = 0, **sizes: int | None) -> Any:
+def with_head(
+    drafter: Any, head: str | None, seed: int = 0, freeze: bool = False, **sizes: int | None
+) -> Any:
     """``drafter`` with the parts of ``head``; None: as it is.
 
     Present parts keep their weights, new parts begin as nothing: untrained, the drafts stay the same.
 
     Args:
         seed: of random new weights.
+        freeze: present parts ask for no gradient, so a fit leaves them.
         sizes: fields of the new config, for the new parts; None: the published ones.
 
     Raises:
-        ValueError: the drafter has parts that ``head`` lacks, or already has the parts of ``sizes``.
+        ValueError: the drafter has parts that ``head`` lacks, or already has the parts of ``sizes``; or
+            there is no new part, and ``freeze`` would leave nothing to train.
     """
     check_head(head, **sizes)
     config: Any = drafter.config
@@ -49,6 +53,8 @@ def with_head(drafter: Any, head: str | None, seed: int = 0, **sizes: int | None
         given = [f"{name}={size}" for name, size in sizes.items() if size is not None]
         if given:
             raise ValueError(f"{given[0]}: the drafter's own is kept; leave it out.")
+        if freeze:
+            raise ValueError(f"freeze=True with head={head!r}: no part is added, so nothing is learnt.")
         return drafter
     if head not in _GROWS.get(has, ()):
         raise ValueError(f"head={head!r}: the drafter's is {has!r}, and no part is removed; leave it out.")
@@ -65,6 +71,8 @@ def with_head(drafter: Any, head: str | None, seed: int = 0, **sizes: int | None
     }
     unknown = grown.load_state_dict(weights, strict=False).unexpected_keys
     assert not unknown, unknown
+    for name, weight in grown.named_parameters():
+        weight.requires_grad_(not freeze or name not in weights)
     return cast(Any, grown).to(drafter.device, drafter.dtype)
 
 

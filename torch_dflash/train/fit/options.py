@@ -169,6 +169,7 @@ class FitOptions:
         mixed_precision: "no", or "bf16" for products in bfloat16 with float32 weights.
         sampled_vocabulary: ids sampled per step, besides the answers', for the loss's softmax; unset: the
             whole vocabulary. Saves most of the time where the head dominates (a CPU, a small drafter).
+        freeze: train only the parts that --head adds to the drafter of --start-from.
         held_out: sequences kept for validation. evaluate_minutes: time between two validations.
         checkpoint_minutes: time between two checkpoints. seed: of anchors, order and sampled ids.
         log_steps: steps between two lines of the log.
@@ -189,6 +190,7 @@ class FitOptions:
     clip: float = 1.0
     mixed_precision: Literal["no", "bf16"] = "no"
     sampled_vocabulary: int | None = None
+    freeze: bool = False
     held_out: int = 64
     evaluate_minutes: float = 5.0
     checkpoint_minutes: float = 10.0

@@ -63,6 +63,12 @@ class Student(nn.Module):
         self.register_buffer("head_bias", bias, persistent=False)
         self.final_norm: Any = _frozen_norm(target) if objective.distils else None
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The drafter's parameters that ask for a gradient, by its names."""
+        named = self.drafter.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad}
+
     def forward(self, batch: AnchorBatch, vocabulary: LossVocabulary | None = None) -> Losses:
         """Sums over the batch; ``vocabulary`` unset: the loss runs over all ids."""
         hidden = self.kind.states(self.drafter, batch, self.embedding, self.width - 1)
@@ -116,7 +122,7 @@ def _frozen_norm(target) -> nn.Module:
 def check_gradients(student: Student) -> None:
     """Raise ``ValueError`` for a weight that the loss does not reach, by name; nothing is computed."""
     ghost = weightless(student, trained=True)
-    named, rows = dict(ghost.drafter.named_parameters()), student.width + 1
+    named, rows = ghost.trained, student.width + 1
     hidden, taps = student.embedding.shape[1], len(student.drafter.config.target_layer_ids)
 
     def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

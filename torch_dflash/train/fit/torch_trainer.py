@@ -52,7 +52,7 @@ class TorchTrainer:
         self.accelerator: Any = accelerator
         self.process: int = accelerator.process_index
         self.main: bool = accelerator.is_main_process
-        self.trained = dict(student.drafter.named_parameters())
+        self.trained = student.trained
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=self.options.learning_rate, weight_decay=self.options.weight_decay
         )
