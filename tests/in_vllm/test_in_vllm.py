@@ -20,7 +20,7 @@ import pytest
 import torch
 from engine import OPTIONS
 from support import DRAFTS, FROM_THE_BLOCK, drafts_of, options_of, replay_of, run
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -446,6 +446,31 @@ def test_a_model_in_the_layout_of_speculators_finds_its_target_and_itself(name, 
     assert found.model_config.model == "them/target" and found.speculative_config.model == str(drafter)
     assert found.speculative_config.num_speculative_tokens == drafts_of(name)
     assert found.parallel_config.worker_cls == plugin.WORKER
+
+
+def test_the_lines_for_ray_serve_lead_to_our_worker(monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    lines = page.split("```text\n")[1].split("```")[0]
+    options = options_of("tied")
+    for name, own in (
+        ("Qwen/Qwen3-8B", options["model"]),
+        ("z-lab/Qwen3-8B-DFlash-b16", options["speculative_config"]["model"]),
+        ('"tensor_parallel_size": 16', '"tensor_parallel_size": 2'),  # the devices that there are
+        ('"num_speculative_tokens": 15', f'"num_speculative_tokens": {DRAFTS}'),
+    ):
+        assert name in lines
+        lines = lines.replace(name, own)
+    apps, names = [], {}
+    monkeypatch.setattr("ray.serve.run", apps.append)
+    exec(lines, names)
+    assert len(apps) == 1
+    engine = names["config"].get_engine_config()
+    for name, value in engine.get_runtime_env_with_local_env_vars()["env_vars"].items():
+        monkeypatch.setenv(name, value)
+    assert os.environ["MODEL_IMPL_TYPE"] == "vllm"
+    found = AsyncEngineArgs(**engine.get_initialization_kwargs()).create_engine_config()
+    assert found.parallel_config.worker_cls == plugin.WORKER
+    assert "Ray" in found.parallel_config.distributed_executor_backend.__name__
 
 
 def test_an_unknown_release_may_be_tried_or_run_without_the_plug_in(monkeypatch):
