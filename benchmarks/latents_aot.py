@@ -24,8 +24,8 @@ import jax.numpy as jnp  # noqa: E402
 
 from jax_bridge.aot.compile import compile_function  # noqa: E402
 from jax_bridge.aot.hlo import forbidden  # noqa: E402
-from jax_bridge.aot.shapes import halved_shape  # noqa: E402
 from jax_bridge.programs.lower import lower, tracing  # noqa: E402
+from jax_bridge.weights.formats import Halved  # noqa: E402
 from torch_dflash.cache.latent import SharedPages  # noqa: E402
 from torch_dflash.cache.view import CacheView  # noqa: E402
 from torch_dflash.cli.outputs import write_results  # noqa: E402
@@ -60,7 +60,7 @@ def figures(name: str, topology: str, context: int) -> dict[str, Any]:
         return (view.states[0].pool, table, start), out
 
     weight = shape(heads * (widths.nope + widths.value), widths.rank)
-    params = {"w": halved_shape(weight, widths)}
+    params = {"w": Halved.shapes(weight.shape, weight.dtype, widths)}
     pool = shape(context // PAGE + 2, 1, PAGE, pool_width(wide, 0))
     state = pool, shape(1, context // PAGE + 1, dtype=jnp.int32), shape(1, dtype=jnp.int32)
     rows = (heads, widths.nope + widths.rope), (1, widths.rank), (1, widths.rope)

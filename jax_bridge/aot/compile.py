@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.hlo import Program, read_aliases
-from jax_bridge.aot.shapes import find_topology, halved_shape, on_slice, shape_at, slice_devices
+from jax_bridge.aot.shapes import find_topology, on_slice, shape_at, slice_devices
 from jax_bridge.aot.traffic import hbm_traffic
 from jax_bridge.arrays import shape_of
 from jax_bridge.devices.on_mesh import OnMesh, places_of
@@ -311,14 +311,7 @@ def _arguments(model: AbstractPair, step: str, prompt_rows: int | None = None) -
                 f"{MIN_BUCKET} and here at most {plan.slots}; pass one, such as 256."
             )
         more = (jax.tree.map(_shape, idle_chunk(plan, prompt_rows)),)
-    return kept_params(model), model.state, *more
-
-
-def kept_params(model: AbstractPair) -> Shapes:
-    """Shapes of the parameters as a device keeps them: weights of latents are two arrays."""
-    latents = weights_of(model.pair.target.latents, "target.model.")
-    kept = {name: halved_shape(model.params[name], widths) for name, widths in latents.items()}
-    return model.params | kept
+    return model.params, model.state, *more
 
 
 def _paths(tree: Any) -> list[str]:

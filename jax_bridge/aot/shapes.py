@@ -19,21 +19,12 @@ from jax_bridge.mesh.cut import in_format
 from jax_bridge.mesh.rules import heads_of
 from jax_bridge.mesh.shape import AXIS, KV
 from jax_bridge.tails import cut_tails
-from jax_bridge.weights.formats import Halved
-from torch_dflash.ops.latents import Widths
 
 
 def shape_at(leaf: Any, place: Sharding, by_rows: bool = False) -> jax.ShapeDtypeStruct:
     """A shape at ``place``; ``by_rows``: a matrix is row-major, as weights are on a TPU."""
     at: Any = row_major_format(place) if by_rows and len(leaf.shape) == 2 else place
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
-
-
-def halved_shape(shape: jax.ShapeDtypeStruct, widths: Widths) -> Any:
-    """The shapes of a weight of latent attention as a device keeps it."""
-    heads = shape.shape[0] // (widths.nope + widths.value)
-    parts = ((heads, size, widths.rank) for size in (widths.nope, widths.value))
-    return Halved(*(jax.ShapeDtypeStruct(part, shape.dtype) for part in parts))
 
 
 def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:

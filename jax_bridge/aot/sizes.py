@@ -15,7 +15,6 @@ from jax_bridge.aot.compile import (
     CompiledStep,
     abstract_pair,
     compile_step,
-    kept_params,
     place_of,
     resized,
 )
@@ -136,7 +135,7 @@ def _by_model(params: Shapes) -> dict[str, Shapes]:
 def _share(model: AbstractPair, topology: str, chips: int) -> tuple[Any, Any]:
     """One chip's part of weights and state, as shapes."""
     if chips == 1:
-        return kept_params(model), model.state
+        return model.params, model.state
     return place_of(model, topology, chips).share(model.params, model.state)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from jax_bridge.arrays import own_copy, to_jax
 from jax_bridge.weights.padding import OUTPUTS, enlarged, enough_rows, whole_tiles
+from torch_dflash.ops.latents import Widths
 
 FEW_ROWS = 16
 """Most rows for which the weight may be the first operand; above this the product is compute-bound."""
@@ -105,6 +106,13 @@ class Halved:
 
     up: Any
     down: Any
+
+    @classmethod
+    def shapes(cls, shape: tuple[int, ...], dtype: Any, widths: Widths) -> Halved:
+        """The shapes of the two arrays of a weight of ``shape``."""
+        heads = shape[0] // (widths.nope + widths.value)
+        parts = ((heads, size, widths.rank) for size in (widths.nope, widths.value))
+        return cls(*(jax.ShapeDtypeStruct(part, name_of(dtype)) for part in parts))
 
     @property
     def shape(self) -> tuple[int, ...]:

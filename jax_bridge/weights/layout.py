@@ -154,8 +154,11 @@ class LayoutRules:
 
     def shapes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Any:
         """The shapes of the weight's arrays on ``device``; of a CPU's formats the plain weight's."""
-        if self.choose(name, shape, dtype, device).format is Scaled:
+        layout = self.choose(name, shape, dtype, device)
+        if layout.format is Scaled:
             return Scaled.shapes(shape, dtype)
+        if layout.widths is not None:
+            return Halved.shapes(shape, dtype, layout.widths)
         return shape_of(torch.empty(shape, dtype=dtype, device="meta"))
 
 
