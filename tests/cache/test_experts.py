@@ -1,9 +1,12 @@
 """Experts without a copy of their weights equal transformers' own, for every kind of experts module."""
 
+import runpy
+
 import jax
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from support import ROOT
 from support.experts import CHOSEN, COUNT, FLAGS, Experts, routed
 from torch.func import functional_call
@@ -16,9 +19,22 @@ from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program
 from jax_bridge.programs.lower import EXACT, tracing
 from torch_dflash.cli.loading import load_configs
-from torch_dflash.targets.experts import FEW_PAIRS, static_experts
+from torch_dflash.targets.experts import FEW_PAIRS, ordinary, static_experts
 
 CONFIGS = ROOT / "benchmarks/configs/qwen3-coder-30b-a3b"
+FAMILIES = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
+
+
+@pytest.mark.parametrize(
+    "case, says", [("hy_v4", True), ("minimax_m3_vl_text", True), ("qwen3_moe", True), ("gpt_oss", False)]
+)
+def test_modules_of_transformers_are_ordinary_or_not(case, says):
+    """Some have no ``act_fn``, and a gate of their own in its place."""
+    if case not in hf.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {case}")
+    own = FAMILIES["build"](case).modules()
+    found = [ordinary(one) for one in own if type(one).__name__.endswith("Experts")]
+    assert found and set(found) == {says}
 
 
 @pytest.mark.parametrize("flags", FLAGS)

@@ -22,12 +22,13 @@ class Experts(nn.Module):  # an experts class after transformers' decorator; the
         super().__init__()
         self.has_gate, self.has_bias, self.is_transposed = has_gate, has_bias, is_transposed
         self.has_post_expert_norm, self.num_experts = has_post_expert_norm, COUNT
-        self.act_fn, self.post_expert_norm = nn.SiLU(), nn.RMSNorm(HIDDEN)
+        self.act_fn, self.post_expert_norm = nn.SiLU(), nn.RMSNorm(HIDDEN) if has_post_expert_norm else None
         first, width = ("gate_up_proj", 2 * INNER) if has_gate else ("up_proj", INNER)
         for name, (into, out) in {first: (HIDDEN, width), "down_proj": (INNER, HIDDEN)}.items():
             shape = (into, out) if is_transposed else (out, into)
             setattr(self, name, nn.Parameter(torch.randn(COUNT, *shape)))
-            setattr(self, f"{name}_bias", nn.Parameter(torch.randn(COUNT, out)))
+            bias = torch.randn(COUNT, out)
+            self.register_parameter(f"{name}_bias", nn.Parameter(bias) if has_bias else None)
 
     def forward(self, rows, index, weights):
         return static_experts(self, rows, index, weights)

@@ -83,6 +83,14 @@ def test_layers_may_read_the_latents_of_another(cache):
     model = randomise(CONFIGS["build"]("mistral_large4:shared"), 3)
     assert model.config.text_config.kv_sharing_modes[:2] == ["store", "reuse_but_indexer"]
     assert walk_gap(model, cache=cache) < RIGHT
+    expands, reads = (model.model.language_model.layers[at].self_attn.kv_b_proj for at in (0, 1))
+    for layers in ([expands], [reads], [expands, reads]):
+        held = [layer.register_forward_hook(lambda module, args, out: 2 * out) for layer in layers]
+        with refuses(ValueError, "layers [1", "kv_b_proj plain", "no hook"):
+            Target(model)
+        for one in held:
+            one.remove()
+    assert walk_gap(model, cache=cache) < RIGHT
 
 
 # --- broken on purpose -------------------------------------------------------------------------------------
@@ -191,6 +199,9 @@ def test_rows_of_slots_and_saved_states_keep_their_keys(cache, tmp_path):
         state = engine.advance(state)
     first = len(PROMPTS[0])
     assert state.tokens[0, first : first + NEW].tolist() == own[0]
+    narrow = compiled(made("deepseek_v32", index_head_dim=12), td.NGramProposer(4), cache=cache, batch_size=1)
+    with refuses(ValueError, "a layer of the state's target", "index=8", "index=12"):
+        td.load_state(tmp_path / "state", narrow)
 
 
 # --- refusals ----------------------------------------------------------------------------------------------

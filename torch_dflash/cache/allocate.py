@@ -66,8 +66,8 @@ def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
         if plan.depth is not None and (indexed or not all(one.trees for one in LAYERS[kind, plan.cache])):
             named = "with an indexer" if indexed else f"of kind {kind!r}"
             raise ValueError(
-                f"a tree of drafts with layers {named}: they verify chains alone; draft with the "
-                "drafter itself, or td.Union(td.NGramProposer(), drafter) without rows."
+                f"a tree of drafts with layers {named}: they verify chains alone; draft with the drafter "
+                "itself, td.Union(td.NGramProposer(), drafter) without rows, or td.NGramProposer() alone."
             )
 
 

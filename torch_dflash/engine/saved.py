@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import zlib
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
         "version": str(VERSION),
         "plan": describe_plan(engine.plan),
         "proposer": describe_proposer(engine),
+        "layers": describe_layers(engine),
     }
     metadata["checksum"] = _checksum(tensors, metadata)
     write_whole(file, lambda part: save_file(tensors, part, metadata))
@@ -91,6 +93,7 @@ def _load(file: Path, engine: Engine) -> tuple[DecodeState, str]:
             f"{file}: proposer is {metadata.get('proposer')}, this engine's is {describe_proposer(engine)}; "
             "compile with the drafter, and its arguments, that the state was made with."
         )
+    check_layers(metadata.get("layers"), describe_layers(engine), file)
     template = abstract_state(engine)
     check_leaves(tensors, expected_leaves(engine), str(file))
     check_pages(tensors, engine.plan, str(file))
@@ -111,6 +114,21 @@ def describe_proposer(engine: Engine) -> str:
     settings = {"width": proposer.width, "taps": tuple(proposer.taps)} | plain
     shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     return f"{proposer.name}({shown})"
+
+
+def describe_layers(engine: Engine) -> str:
+    """What each layer of the target caches. Pages of whole tiles have one shape for several widths."""
+    return "; ".join(map(str, engine.pair.target.specs))
+
+
+def check_layers(saved: str | None, own: str, file: Path) -> None:
+    """Raise ``ValueError`` unless ``saved`` is ``own``, or absent as in files of older releases."""
+    for theirs, mine in zip_longest((saved or own).split("; "), own.split("; ")):
+        if theirs != mine:
+            raise ValueError(
+                f"{file}: a layer of the state's target is {theirs}, of this engine's {mine}; compile with "
+                "the target that the state was made with."
+            )
 
 
 def abstract_state(engine: Engine) -> DecodeState:
@@ -166,7 +184,7 @@ def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
-    header = metadata.get("plan", "") + metadata.get("proposer", "")
+    header = "".join(metadata.get(name, "") for name in ("plan", "proposer", "layers"))
     return str(zlib.crc32(header.encode(), checksum_of(tensors)))
 
 

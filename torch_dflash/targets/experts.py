@@ -25,6 +25,7 @@ FEW_PAIRS = 16
 """Most (row, expert) pairs that read their experts one by one: fewer bytes than all experts."""
 
 
+_STACKS = {"gate_up_proj", "up_proj", "down_proj"}
 _all_experts: ContextVar[bool] = ContextVar("together", default=False)
 
 
@@ -76,7 +77,7 @@ def ordinary(module: Any) -> bool:
     """
     odd = "has_bias", "is_transposed", "has_post_expert_norm"
     plain = not any(getattr(module, name, False) for name in odd) and getattr(module, "is_concatenated", True)
-    return plain and not any(True for _ in module.act_fn.parameters())
+    return plain and {name for name, _ in module.named_parameters()} <= _STACKS  # no gate has weights
 
 
 def _every_expert(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:

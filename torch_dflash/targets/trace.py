@@ -23,7 +23,7 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.autocast import TurnsAutocastOn, uncast
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.targets.hooks import restoring_hooks
-from torch_dflash.targets.latents import Latents, absorbing, find_latents
+from torch_dflash.targets.latents import EXPAND, WEIGHT, Latents, absorbing, find_latents
 from torch_dflash.targets.masks import read_window
 from torch_dflash.targets.scans import Scans, find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, using_cache
@@ -76,13 +76,14 @@ class RecordingCache(Cache):
         self.beyond_sdpa: set[str] = set()
         self._made: list[tuple[Tensor, Callable]] = []
         self._handed: tuple[Tensor, Tensor] | None = None
+        self._handed_by = -1
         # Layers that asked for a state and have not used it.
         self._pending_states: dict[int, tuple[int, Tensor | None]] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx in self.shapes:
             raise Refusal(f"layer {layer_idx} caches keys and values more than once a forward")
-        self._handed = key_states, value_states
+        self._handed, self._handed_by = (key_states, value_states), layer_idx
         self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
         return key_states, value_states
 
@@ -124,7 +125,8 @@ class RecordingCache(Cache):
         given = (inputs.value, inputs.key) if inputs.shared else (inputs.key, inputs.value)
         own = self._handed is not None and all(map(is_, given, self._handed))
         if inputs.shared:
-            if not own:
+            # Of a layer that expands, an engine's cache hands all positions, not the rows' own.
+            if not own or self._handed_by in self.latent:
                 raise Unabsorbed
             self.shared.add(layer_idx)
             width, inputs = inputs.value.shape[3], inputs.joined()
@@ -269,7 +271,7 @@ def _trace(skeleton: Any, implementation: str | None, latents: Latents) -> Trace
             f"its layers pass {min(cache.beyond_sdpa)} to their attention, which sdpa drops in some "
             "releases of transformers; load the target with attn_implementation='eager'."
         )
-    specs = _specs(cache, skeleton)
+    specs = _specs(cache, skeleton, latents)
     return Traced(specs, find_blocks(calls, len(specs)), latents)
 
 
@@ -302,7 +304,7 @@ def _run(skeleton: Any, cache: RecordingCache, scans: Scans, rows: int, length: 
         skeleton(input_ids=ids, position_ids=position, **{CACHE: cache, "use_cache": True})
 
 
-def _specs(cache: RecordingCache, skeleton: Any) -> tuple[LayerSpec, ...]:
+def _specs(cache: RecordingCache, skeleton: Any, latents: Latents) -> tuple[LayerSpec, ...]:
     config = skeleton.config.get_text_config()
     recurrent = cache.convs.keys() | cache.scans.keys()
     layers = field_of(config, "num_hidden_layers") or 1 + max(cache.shapes, default=-1)
@@ -312,6 +314,8 @@ def _specs(cache: RecordingCache, skeleton: Any) -> tuple[LayerSpec, ...]:
         kept = min(odd)
         removed = kept and odd == [*range(kept, layers)]
         hint = f" (num_hidden_layers={kept} in its config, if the others were removed)" if removed else ""
+        if any(hasattr(type(one), EXPAND) and path not in latents for path, one in skeleton.named_modules()):
+            hint = f" (a layer that reads another's latents needs every {WEIGHT} plain: no hook, no adapter)"
         raise Refusal(
             f"layers {odd} keep no keys and values of their own, or attend to them by other means than "
             f"transformers' attention interface{hint}"
