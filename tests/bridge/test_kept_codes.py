@@ -117,6 +117,18 @@ def test_only_prompts_change_their_form_with_their_rows(monkeypatch):
     assert seen
 
 
+def test_only_prompts_change_the_form_of_experts_with_their_rows(monkeypatch):
+    kept, seen, entries = of_pairs(*pairs()[:2], torch.float32, None), [], Groups.entries
+    monkeypatch.setattr(Groups, "entries", lambda *given: seen.append(1) or entries(*given))
+    few, many = (jnp.ones((3, count, 128)) for count in (FEW_ROWS, FEW_ROWS + 1))
+    kept.products(few), kept.products(many)
+    with reading_prompts():
+        kept.products(few)
+        assert not seen
+        kept.products(many)
+    assert seen
+
+
 # --- experts in MXFP4 ------------------------------------------------------------------------------------
 
 

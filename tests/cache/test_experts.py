@@ -26,7 +26,7 @@ FAMILIES = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
 
 
 @pytest.mark.parametrize(
-    "case, says", [("hy_v4", True), ("minimax_m3_vl_text", True), ("qwen3_moe", True), ("gpt_oss", False)]
+    "case, says", [("hy_v4", True), ("minimax_m3_vl_text", True), ("lfm2_moe", True), ("gpt_oss", False)]
 )
 def test_modules_of_transformers_are_ordinary_or_not(case, says):
     """Some have no ``act_fn``, and a gate of their own in its place."""

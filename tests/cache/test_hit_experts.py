@@ -148,6 +148,17 @@ def test_a_row_of_a_block_gets_what_it_gets_alone(mix, dtype):
 
 
 @pytest.mark.parametrize("mix", [by_kernel, by_loop])
+def test_an_expert_that_overflows_on_a_row_it_does_not_serve_changes_nothing(mix):
+    (rows, index, share), (up, down) = routed(5), experts()
+    other = next(one for one in np.asarray(index[1]).tolist() if one not in np.asarray(index[0]))
+    down = down.at[other].mul(1e30)
+    rows = rows.at[0].mul(1e10)  # infinite with that expert, which the row is not routed to
+    got, alone = mix(rows, index, share, up, down), mix(rows[:1], index[:1], share[:1], up, down)
+    assert np.isfinite(alone).all()
+    np.testing.assert_array_equal(got[:1], alone)
+
+
+@pytest.mark.parametrize("mix", [by_kernel, by_loop])
 def test_a_row_that_is_not_finite_stays_alone(mix):
     (rows, index, share), stacks = routed(4), experts()
     clean = mix(rows, index, share, *stacks)

@@ -147,7 +147,9 @@ def test_a_loaded_checkpoint_is_quantised_as_it_is_read(tmp_path, family):
         assert type(kept) is type(own), name
         jax.tree.map(np.testing.assert_array_equal, kept, own)
     texts = run(engine, PROMPTS, max_new_tokens=20)[0]
-    assert run(td.compile(loaded, drafter, quantize="int8", **ROOM), PROMPTS, max_new_tokens=20)[0] == texts
+    again = td.compile(loaded, drafter, **ROOM)  # the target tells
+    assert again.options.quantize == "int8" and again.runtime.fewest_rows == engine.runtime.fewest_rows
+    assert run(again, PROMPTS, max_new_tokens=20)[0] == texts
     with refuses(ValueError, "compute='bfloat16'", "jb.load"):
         td.compile(loaded, drafter, compute="bfloat16", **ROOM)
     as_it_is = jb.load(tmp_path)

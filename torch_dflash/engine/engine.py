@@ -65,8 +65,11 @@ class Engine(OfOneProcess):
     """Built by `torch_dflash.compile` for a pair and a capacity. Any thread may call it."""
 
     def __init__(self, target: Any, drafter: Any, options: EngineOptions | None = None):
-        self.options = options = options or EngineOptions()
+        options = options or EngineOptions()
         self._arrays = arrays_of(target, options.runtime, options.compute, options.quantize)
+        if self._arrays is not None:  # `jax_bridge.load` has quantised already
+            options = replace(options, quantize=options.quantize or target.quantize)
+        self.options = options
         self._mesh = mesh_of(target, options.mesh, options.replicas)
         self.keeps_alive: Any = None
         self._building = threading.RLock()
