@@ -188,17 +188,18 @@ def compare_fits() -> str:
 
 
 def compare_bundled() -> str:
-    """The bundled drafter, and itself with DFlash2's parts after another fit."""
+    """The bundled drafter, and itself with DFlash2's parts after two further fits."""
     counted = {
         "bundled": result("compare/bench")["counts"],
         "with DFlash2's parts": result("compare/bundled")["counts"],
+        "these alone trained": result("compare/bundled_frozen")["counts"],
     }
     shown = [name for name in SETS if name in counted["with DFlash2's parts"]]
-    forms = {"chain": ("dflash", "dflash2"), "union of 8": ("union:8", "union:8")}
     rows = []
-    for form, names in forms.items():
-        for (drafter, counts), name in zip(counted.items(), names, strict=True):
-            found = [counts[where]["methods"][name]["tokens_per_round"] for where in shown]
+    for form, name in ("chain", "dflash"), ("union of 8", "union:8"):
+        for drafter, counts in counted.items():
+            own = "dflash2" if name == "dflash" and drafter != "bundled" else name
+            found = [counts[where]["methods"][own]["tokens_per_round"] for where in shown]
             rows.append([drafter, form, *(f"{one:.2f}" for one in found)])
     return table(["drafter", "form", *shown], *rows)
 
