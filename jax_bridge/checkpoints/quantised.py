@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from jax_bridge.checkpoints.method import INSTEAD, Method
-from torch_dflash.storage.weight_files import NARROW, Stored
+from jax_bridge.checkpoints.method import CODES, INSTEAD, Method
+from torch_dflash.storage.weight_files import NARROW, Stored, read_all
 
 _PAIR = 2  # MXFP4 stores two values a byte
 _BYTES = (*NARROW, torch.int8)
@@ -32,6 +32,36 @@ _CODES |= {"compressed-tensors": ("", ("_scale",))}
 """Endings of the names of a weight's values and scales, by method."""
 _UNREAD = re.compile(r"\.(input|output|activation|k|v|q)_(scale|zero_point)$")
 """Scales and zero points of activations and caches: only weights are read."""
+
+
+@dataclass(frozen=True)
+class Packed(Stored):
+    """Codes [out, in] from -8 to 7 that a file has as integers of 32 bits, the first in the lowest bits.
+
+    The file holds a code as itself and 8.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return super().nbytes // 2
+
+    def read(self) -> Tensor:
+        """The codes."""
+        return _unpacked(super().read())
+
+    def read_part(self, index: tuple[slice, ...]) -> Tensor:
+        """A slice of both axes; only the integers that it touches are read."""
+        rows, columns = index
+        start, stop, _ = columns.indices(self.shape[1])
+        first, last = _blocks(start, stop, CODES)
+        found = _unpacked(super().read_part((rows, slice(first, last))))
+        return found[:, start - first * CODES : stop - first * CODES]
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).view(torch.int8) - 8
 
 
 @dataclass(frozen=True)
@@ -119,24 +149,57 @@ def dequantised(
     found: dict[str, Stored | Dequantised] = dict(stored)
     if method is None:
         return found
+    packed: dict[str, Packed] = {}
     end, ends = _CODES.get(method.name, ("", ()))
     for name, scales in stored.items():
         last = next((one for one in ends if name.endswith(one)), None)
-        base = None if last is None else name.removesuffix(last)
-        if base is None or (codes := stored.get(base + end)) is None:
+        base = "" if last is None else name.removesuffix(last)
+        codes = stored.get(base + end)
+        if codes is None and method.name == "compressed-tensors":
+            codes = _packed(base, stored)
+        if not base or codes is None:
             continue
         if isinstance(pair := found.get(base), Dequantised):
             raise ValueError(
                 f"{scales.file}: {name} and {pair.scales.name} are both scales of {base}; keep one."
             )
         del found[codes.name], found[name]
+        if isinstance(codes, Packed) and found.pop(f"{base}_shape", None):
+            packed[f"{base}_shape"] = codes
         found[base] = _pair(base, codes, scales, method, dtype)
+    for name, size in read_all(stored[name] for name in packed):
+        _check_rows(packed[name], name, tuple(size.tolist()))
     for name, zeros in stored.items():
         if name.endswith("_zero_point") and isinstance(found.get(name[:-11]), Dequantised):
             if zeros.read().float().any():
                 raise ValueError(f"{zeros.file}: {name} holds others than 0, which is not read; {INSTEAD}")
             del found[name]
     return {name: part for name, part in found.items() if not _UNREAD.search(name)}
+
+
+def _packed(base: str, stored: dict[str, Stored]) -> Packed | None:
+    """The codes of the weight ``base`` in pack-quantized; None: there are none."""
+    words, order = stored.get(f"{base}_packed"), stored.get(f"{base}_g_idx")
+    if words is None:
+        return None
+    if words.dtype != torch.int32 or len(words.shape) != 2:
+        raise ValueError(
+            f"{words.file}: {words.name} is stored as {words.dtype} of shape {words.shape}; torch.int32 of "
+            f"[out, in / {CODES}] is read. Fetch the checkpoint again, or {INSTEAD}"
+        )
+    if order is not None:
+        raise ValueError(
+            f"{order.file}: {order.name} orders inputs by activations (actorder), which is not read; {INSTEAD}"
+        )
+    return Packed(words.file, words.name, (words.shape[0], words.shape[1] * CODES), torch.int8)
+
+
+def _check_rows(codes: Packed, name: str, size: tuple[int, ...]) -> None:
+    if size != codes.shape:
+        raise ValueError(
+            f"{codes.file}: {name} says {size}, and {codes.name} holds {codes.shape}: rows that do not fill "
+            f"whole integers of {CODES} codes are not read; {INSTEAD}"
+        )
 
 
 def _pair(name: str, codes: Stored, scales: Stored, method: Method, dtype: torch.dtype) -> Dequantised:
@@ -159,7 +222,7 @@ def _pair(name: str, codes: Stored, scales: Stored, method: Method, dtype: torch
         block = (shape[-2], shape[-1]) if single else method.block_of(shape, scales.shape)
     if block is None:
         raise _unfit(codes, scales, method)
-    alone = kind == "compressed-tensors" and ".experts." not in name
+    alone = kind == "compressed-tensors" and (".experts." not in name or isinstance(codes, Packed))
     return Dequantised(name, shape, dtype, codes, scales, _rounded if alone else _scaled, block)
 
 
