@@ -32,7 +32,7 @@ from jax_bridge.devices.on_mesh import OnMesh, places_of
 from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_rounds, tracing
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
-from jax_bridge.weights.codes import Blocks, Groups
+from jax_bridge.weights.codes import GROUP, Blocks, Groups
 from jax_bridge.weights.layout import LayoutRules
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, decode_round
@@ -51,8 +51,6 @@ from torch_dflash.targets.latents import weights_of
 
 ABSENT = SimpleNamespace(platform="tpu")
 FP8_BLOCK = (128, 128)
-GROUP = 32
-"""Inputs of an expert that share a scale in MXFP4 and in int4, as Kimi-K2.5's do."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +259,7 @@ def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Sh
         if name in coded and not shape[1] % FP8_BLOCK[1]:
             return Blocks.shapes(shape, dtype, FP8_BLOCK)
         if name in stacks:
-            return (Groups.shapes if quantize == "mxfp4" else Groups.packed_shapes)(shape, dtype, GROUP)
+            return Groups.shapes(shape, dtype, int4=quantize == "int4")
         return rules.shapes(name, shape, dtype, ABSENT)
 
     weights = {name: shapes(name, tuple(weight.shape)) for name, weight in pair.named_parameters()}

@@ -47,17 +47,19 @@ class Stacked:
 
     @property
     def group(self) -> int | None:
-        """Inputs that share a scale where all experts are int4 in whole groups of as many; None: they are not."""
-        found = {_group_of(part) for expert in self.experts for part in expert}
-        (size, _), *others = found
+        """Inputs that share a scale if all experts are int4 in whole groups of as many; None: they are not.
+
+        Their scales are of one type.
+        """
+        (size, _), *others = {_group_of(part) for expert in self.experts for part in expert}
         return None if others or size is None or self.shape[2] % size else size
 
     def read_codes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Codes [out, in] and scales [out, in / `group`] of each expert."""
         for expert in self.experts:
-            parts = [part.read_codes() for part in expert if isinstance(part, Dequantised)]
-            codes, scales = zip(*parts, strict=True)
-            yield torch.cat(codes), torch.cat(scales)
+            parts = (part.read_codes() for part in expert if isinstance(part, Dequantised))
+            codes, scales = map(torch.cat, zip(*parts, strict=True))
+            yield codes, scales
 
     def read(self) -> torch.Tensor:
         """The weight, filled expert by expert."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from jax_bridge.checkpoints.experts import EXPERT, Stacked, find_experts
 from jax_bridge.checkpoints.method import INSTEAD
-from jax_bridge.checkpoints.pieces import Piece, cut_up
+from jax_bridge.checkpoints.pieces import pieces_of
 from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.checks import names_a_folder
 from torch_dflash.storage.weight_files import CONVERTED, Stored
@@ -47,13 +47,13 @@ def find_source(path_or_id: str | os.PathLike[str]) -> str:
     return source
 
 
-Alone = Stored | Dequantised | Piece
-"""The kinds of sources of a weight, or of one expert's."""
-Source = Alone | Stacked
+Source = Stored | Stacked | Dequantised
 """The kinds of sources of a weight."""
 
 
-def renamed(model: PreTrainedModel, stored: dict[str, Stored | Dequantised]) -> dict[str, Alone]:
+def renamed(
+    model: PreTrainedModel, stored: dict[str, Stored | Dequantised]
+) -> dict[str, Stored | Dequantised]:
     """``stored`` under the names of ``model``: transformers renames those of older layouts, and cuts some.
 
     Names that stay unknown are kept.
@@ -61,13 +61,12 @@ def renamed(model: PreTrainedModel, stored: dict[str, Stored | Dequantised]) -> 
     saved = model.state_dict(keep_vars=True)
     mapping = get_model_conversion_mapping(model)
     renames = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    found: dict[str, Alone] = {}
+    found: dict[str, Stored | Dequantised] = {}
     for name, part in stored.items():
         other = rename_source_key(name, renames, [], model.base_model_prefix, saved)[0]
         known = other in saved or EXPERT.search(other)
-        if not known and isinstance(part, Stored) and (pieces := cut_up(model, renames, converters, part)):
-            found |= {piece.name: piece for piece in pieces}
+        if not known and isinstance(part, Stored) and (cut := pieces_of(part, model, saved, mapping)):
+            found |= {piece.name: piece for piece in cut}
             continue
         found[other if name not in saved and known and other not in stored else name] = part
     return found
@@ -86,7 +85,9 @@ def fingerprint_of(parts: dict[str, list[Source]], kept: dict[str, torch.dtype])
     return f"{crc:08x}"
 
 
-def match(model: PreTrainedModel, stored: dict[str, Alone], where: str) -> dict[str, list[Source]]:
+def match(
+    model: PreTrainedModel, stored: dict[str, Stored | Dequantised], where: str
+) -> dict[str, list[Source]]:
     """The sources of each parameter and persistent buffer of ``model``.
 
     They are one tensor, or several of a tied weight (their values must be equal), or a layer's experts.

@@ -248,13 +248,12 @@ def _check_memory(
 
 def _coded(parts: dict[str, list[Source]], linear: set[str] | frozenset[str]) -> set[str]:
     """Names of the weights that can stay codes: ``linear`` ones, and stacks in MXFP4 and int4."""
-
-    def stays(name: str, part: Source) -> bool:
-        if isinstance(part, Dequantised):
-            return len(part.shape) == 3 if part.turned else name in linear
-        return isinstance(part, Stacked) and part.group is not None
-
-    return {name for name, group in parts.items() if group and stays(name, group[0])}
+    stored = {name: group[0] for name, group in parts.items() if group}
+    codes = {name: part for name, part in stored.items() if isinstance(part, Dequantised)}
+    stacks = {name for name, part in stored.items() if isinstance(part, Stacked) and part.group}
+    return stacks | {
+        name for name, part in codes.items() if (len(part.shape) == 3 if part.turned else name in linear)
+    }
 
 
 def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, torch.dtype], Weight]:
@@ -263,7 +262,7 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         place = SingleDeviceSharding(device)
-        if name in coded and isinstance(part, Stacked) and part.group is not None:
+        if name in coded and isinstance(part, Stacked) and part.group:
             return of_experts(part.read_codes(), part.shape, part.group, dtype, place)
         if name in coded and isinstance(part, Dequantised):
             if part.turned:

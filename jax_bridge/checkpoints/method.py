@@ -18,17 +18,10 @@ _OF_CODES = (*METHODS, None, "bitsandbytes", "gptq", "awq", "auto-round", "hqq",
 _PACKED = "pack-quantized"
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
 _BITS = {"num_bits": (8,), "symmetric": (True,)}
-_PACKED_BITS = {
-    "num_bits": (4,),
-    "symmetric": (True,),
-    "type": ("int",),
-    "actorder": (None, False, "weight", "static"),
-}
-_PACKED_BITS |= {"input_activations": (None,), "output_activations": (None,)}
+_PACKED_BITS = {"num_bits": (4,), "symmetric": (True,), "type": ("int",), "input_activations": (None,)}
+_PACKED_BITS |= {"output_activations": (None,), "actorder": (None, False, "weight", "static")}
 """The values that are read of a group's fields, and of its weights'; "weight" changes no file."""
 _FP8_BLOCK = [128, 128]  # of a config that leaves weight_block_size out
-CODES = 8
-"""Codes of 4 bits in an integer of pack-quantized."""
 INSTEAD = (
     "load it with AutoModelForCausalLM.from_pretrained if transformers dequantises it, or use plain weights."
 )
@@ -98,7 +91,7 @@ def _compressed(given: Mapping[str, Any], where: str) -> tuple[Block, ...]:
         group = _object(group, f"config_groups[{title!r}]", where)
         weights = _object(group.get("weights"), f"weights of config_groups[{title!r}]", where)
         form = group.get("format") or given.get("format")
-        scheme = {"symmetric": True, "type": "int"} | group | weights | {"format": form}
+        scheme = {"symmetric": True, "type": "int", **group, **weights, "format": form}
         read = {"format": _FORMATS} | (_PACKED_BITS if form == _PACKED else _BITS)
         for name, known in read.items():
             if scheme.get(name) not in known:
@@ -106,13 +99,7 @@ def _compressed(given: Mapping[str, Any], where: str) -> tuple[Block, ...]:
                     f"{where}: {name}={scheme.get(name)!r} of compressed-tensors in quantization_config; "
                     f"{', '.join(map(str, known))} is read. Else {INSTEAD}"
                 )
-        sizes = _of_strategy(weights, where)
-        if form == _PACKED and any((columns or CODES) % CODES for _, columns in sizes):
-            raise ValueError(
-                f"{where}: group_size={sizes[0][1]} of {_PACKED} in quantization_config; multiples of {CODES} "
-                f"are read. Else {INSTEAD}"
-            )
-        blocks += sizes
+        blocks += _of_strategy(weights, where)
     for name in ("sparsity_config", "transform_config"):
         if given.get(name) and _object(given[name], name, where).get("format") != "dense":
             raise ValueError(f"{where}: {name} of compressed-tensors is not read; {INSTEAD}")

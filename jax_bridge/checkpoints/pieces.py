@@ -5,40 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from torch_dflash.storage.weight_files import Stored
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A weight that ``cut`` makes of the tensor ``whole``, which is read for each of its pieces."""
+class Piece(Stored):
+    """A weight that ``cut`` makes of a stored tensor, which is read whole for each of its pieces."""
 
-    name: str
-    shape: tuple[int, ...]
     whole: Stored
     cut: Callable[[Tensor], Tensor]
-
-    @property
-    def file(self) -> Path:
-        """The tensor's file."""
-        return self.whole.file
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The stored type."""
-        return self.whole.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the piece."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
 
     def read(self) -> Tensor:
         """The weight."""
@@ -49,29 +31,36 @@ class Piece:
         return self.read()[index]
 
 
-def cut_up(model: PreTrainedModel, renames: list[Any], converters: list[Any], whole: Stored) -> list[Piece]:
-    """The weights of ``model`` that a converter of transformers makes of ``whole``; empty: there is none."""
-    saved, name = model.state_dict(keep_vars=True), whole.name
-    for one in converters:
-        if len(one.source_patterns) > 1 or len(one.target_patterns) < 2:
+def pieces_of(whole: Stored, model: PreTrainedModel, saved: Any, mapping: list[Any]) -> list[Piece]:
+    """The weights that transformers' ``mapping`` for ``model`` cuts ``whole`` into; empty: it does not.
+
+    ``saved``: the model's weights by name.
+    """
+    like = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+    renames = [one for one in mapping if isinstance(one, WeightRenaming)]
+    for one in mapping:
+        if not isinstance(one, WeightConverter) or len(one.source_patterns) > 1:
             continue
-        first = rename_source_key(name, renames, [one], model.base_model_prefix, saved)
-        if first[1] is None or first[0] not in saved:
+        name, used = rename_source_key(whole.name, renames, [one], model.base_model_prefix, saved)
+        if used is None or name not in saved:
             continue
-        like = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-        names = {own: first[0].replace(one.target_patterns[0], own) for own in one.target_patterns}
-        cuts = {own: partial(_cut, one, model.config, own) for own in names}
-        try:
-            return [Piece(names[own], tuple(cut(like).shape), whole, cut) for own, cut in cuts.items()]
-        except RuntimeError:  # the config's heads do not divide its rows
-            break
+        found = []
+        for own in one.target_patterns:
+            cut = partial(_cut, one, own, model.config)
+            try:
+                shape = tuple(cut(like).shape)
+            except RuntimeError:  # the config's heads do not divide its rows
+                return []
+            own_name = name.replace(one.target_patterns[0], own)
+            found.append(Piece(whole.file, own_name, shape, whole.dtype, whole, cut))
+        return found
     return []
 
 
-def _cut(converter: WeightConverter, config: Any, name: str, whole: Tensor) -> Tensor:
+def _cut(converter: Any, name: str, config: Any, whole: Tensor) -> Tensor:
     """The part ``name`` of a tensor."""
-    found: Any = {converter.source_patterns[0]: [whole]}
-    patterns = {"source_patterns": converter.source_patterns, "target_patterns": converter.target_patterns}
+    sources, targets = converter.source_patterns, converter.target_patterns
+    found: Any = {sources[0]: [whole]}
     for operation in converter.operations:
-        found = operation.convert(found, **patterns, config=config)
+        found = operation.convert(found, source_patterns=sources, target_patterns=targets, config=config)
     return found[name]

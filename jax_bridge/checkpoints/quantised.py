@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from jax_bridge.checkpoints.method import CODES, INSTEAD, Method
+from jax_bridge.checkpoints.method import INSTEAD, Method
 from torch_dflash.storage.weight_files import NARROW, Stored, read_all
 
 _PAIR = 2  # MXFP4 stores two values a byte
+_WORD = 8  # codes of 4 bits in an integer of 32
 _BYTES = (*NARROW, torch.int8)
 _STORED = {"mxfp4": (torch.uint8,), "fp8": NARROW, "compressed-tensors": _BYTES}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,9 +55,9 @@ class Packed(Stored):
         """A slice of both axes; only the integers that it touches are read."""
         rows, columns = index
         start, stop, _ = columns.indices(self.shape[1])
-        first, last = _blocks(start, stop, CODES)
+        first, last = _blocks(start, stop, _WORD)
         found = _unpacked(super().read_part((rows, slice(first, last))))
-        return found[:, start - first * CODES : stop - first * CODES]
+        return found[:, start - first * _WORD : stop - first * _WORD]
 
 
 def _unpacked(words: Tensor) -> Tensor:
@@ -154,9 +155,7 @@ def dequantised(
     for name, scales in stored.items():
         last = next((one for one in ends if name.endswith(one)), None)
         base = "" if last is None else name.removesuffix(last)
-        codes = stored.get(base + end)
-        if codes is None and method.name == "compressed-tensors":
-            codes = _packed(base, stored)
+        codes = stored.get(base + end) or _packed(base, stored)
         if not base or codes is None:
             continue
         if isinstance(pair := found.get(base), Dequantised):
@@ -168,7 +167,11 @@ def dequantised(
             packed[f"{base}_shape"] = codes
         found[base] = _pair(base, codes, scales, method, dtype)
     for name, size in read_all(stored[name] for name in packed):
-        _check_rows(packed[name], name, tuple(size.tolist()))
+        if (said := tuple(size.tolist())) != (shape := packed[name].shape):
+            raise ValueError(
+                f"{packed[name].file}: {name} says {said}, and {packed[name].name} holds {shape}: rows that "
+                f"do not fill whole integers of 8 codes are not read; {INSTEAD}"
+            )
     for name, zeros in stored.items():
         if name.endswith("_zero_point") and isinstance(found.get(name[:-11]), Dequantised):
             if zeros.read().float().any():
@@ -182,24 +185,14 @@ def _packed(base: str, stored: dict[str, Stored]) -> Packed | None:
     words, order = stored.get(f"{base}_packed"), stored.get(f"{base}_g_idx")
     if words is None:
         return None
+    if order is not None:
+        raise ValueError(f"{order.file}: {order.name}, an order of inputs (actorder), is not read; {INSTEAD}")
     if words.dtype != torch.int32 or len(words.shape) != 2:
         raise ValueError(
             f"{words.file}: {words.name} is stored as {words.dtype} of shape {words.shape}; torch.int32 of "
-            f"[out, in / {CODES}] is read. Fetch the checkpoint again, or {INSTEAD}"
+            f"[out, in / 8] is read. Fetch the checkpoint again, or {INSTEAD}"
         )
-    if order is not None:
-        raise ValueError(
-            f"{order.file}: {order.name} orders inputs by activations (actorder), which is not read; {INSTEAD}"
-        )
-    return Packed(words.file, words.name, (words.shape[0], words.shape[1] * CODES), torch.int8)
-
-
-def _check_rows(codes: Packed, name: str, size: tuple[int, ...]) -> None:
-    if size != codes.shape:
-        raise ValueError(
-            f"{codes.file}: {name} says {size}, and {codes.name} holds {codes.shape}: rows that do not fill "
-            f"whole integers of {CODES} codes are not read; {INSTEAD}"
-        )
+    return Packed(words.file, words.name, (words.shape[0], words.shape[1] * _WORD), torch.int8)
 
 
 def _pair(name: str, codes: Stored, scales: Stored, method: Method, dtype: torch.dtype) -> Dequantised:

@@ -27,6 +27,8 @@ from jax_bridge.weights.products import layer_of, stacked_linear_jax, stacked_su
 FEW_ROWS = 64
 """Most rows of a prompt's chunk whose sums are scaled block by block: they are float32 for each block of the
 input, so that more rows would move more bytes than the weight in the rows' type does."""
+GROUP = 32
+"""Inputs of an expert that share a scale in MXFP4, and in Kimi-K2.5's int4."""
 _prompt: ContextVar[bool] = ContextVar("prompt", default=False)
 
 
@@ -152,20 +154,16 @@ class Groups:
     transposed: bool = True
 
     @classmethod
-    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, group: int = 32) -> Groups:
-        """The shapes of `of_pairs` for a stack [experts, in, out]."""
-        experts, size, out = shape
-        codes = jax.ShapeDtypeStruct((experts, size // group, group, out), jnp.float4_e2m1fn)
-        scale = jax.ShapeDtypeStruct((experts, size // group, out), jnp.float8_e8m0fnu)
-        return cls(codes, scale, name_of(dtype))
+    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, int4: bool = False) -> Groups:
+        """The shapes of `of_pairs` for a stack [experts, in, out], in groups of `GROUP` inputs.
 
-    @classmethod
-    def packed_shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, group: int = 32) -> Groups:
-        """The shapes of `of_experts` off the CPU for a stack [experts, out, in], scales in ``dtype``."""
-        experts, out, size = shape
-        codes = jax.ShapeDtypeStruct((experts, size // group, group, out), jnp.int4)
-        scale = jax.ShapeDtypeStruct((experts, size // group, out), jnp.dtype(name_of(dtype)))
-        return cls(codes, scale, name_of(dtype), transposed=False)
+        ``int4``: those of `of_experts` off the CPU for a stack [experts, out, in], scales in ``dtype``.
+        """
+        size, out = shape[:0:-1] if int4 else shape[1:]
+        kinds = (jnp.int4, jnp.dtype(name_of(dtype))) if int4 else (jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
+        codes = jax.ShapeDtypeStruct((shape[0], size // GROUP, GROUP, out), kinds[0])
+        scale = jax.ShapeDtypeStruct((shape[0], size // GROUP, out), kinds[1])
+        return cls(codes, scale, name_of(dtype), transposed=not int4)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -230,11 +228,7 @@ def of_pairs(codes: Tensor, scale: Tensor, dtype: torch.dtype, place: Any) -> Gr
 
 
 def of_experts(
-    experts: Iterable[tuple[Tensor, Tensor]],
-    shape: tuple[int, ...],
-    group: int,
-    dtype: torch.dtype,
-    place: Any,
+    experts: Iterable[tuple[Tensor, ...]], shape: tuple[int, ...], group: int, dtype: torch.dtype, place: Any
 ) -> Groups:
     """A stack of ``shape`` [experts, out, in] whose experts are stored one by one in int4.
 
@@ -253,19 +247,14 @@ def of_experts(
 
 
 def _put_int4(codes: Tensor, place: Any) -> jax.Array:
-    """Codes from -8 to 7 at ``place``; a CPU refuses those of 4 bits that are bound to it, so it gets bytes."""
+    """Codes from -8 to 7 at ``place``; a CPU gets bytes, for it refuses 4 bits that are bound to it."""
     if default_device().platform == "cpu":
         return to_jax(codes, device=place)
     return jax.device_put(codes.numpy().astype(jnp.int4), place)
 
 
 def of_codes(
-    codes: Tensor,
-    scale: Tensor,
-    block: tuple[int, int],
-    dtype: torch.dtype,
-    place: Any,
-    int4: bool = False,
+    codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, place: Any, int4: bool = False
 ) -> Any:
     """A weight [out, in] that is stored as codes, with a scale for each block, in its form at ``place``.
 

@@ -249,7 +249,7 @@ def test_off_the_cpu_a_code_takes_4_bits(monkeypatch):
     monkeypatch.setattr(forms, "default_device", lambda: SimpleNamespace(platform="tpu"))
     kept = stack_of(words, scale)
     assert kept.array.dtype == jnp.int4 and bytes_of(kept) == words.nbytes + scale.nbytes
-    shapes = Groups.packed_shapes(tuple(values.shape), torch.bfloat16)
+    shapes = Groups.shapes(tuple(values.shape), torch.bfloat16, int4=True)
     assert jax.tree.structure(kept) == jax.tree.structure(shapes)
     alike = zip(jax.tree.leaves(kept), jax.tree.leaves(shapes), strict=True)
     assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in alike)
