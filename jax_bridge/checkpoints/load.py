@@ -117,8 +117,8 @@ def load(
 
     The host holds at most a tensor or two besides a CPU backend's own arrays. Experts that are stored one by
     one become the model's stacked weight. Weights in MXFP4, in FP8 with scales, and in compressed-tensors'
-    FP8 and int8 are dequantised one by one, to ``dtype``. Linear weights get the backend's fastest layout
-    (`jax_bridge.weights.layout`).
+    FP8, int8 and packed int4 are dequantised one by one, to ``dtype``. Linear weights get the backend's
+    fastest layout (`jax_bridge.weights.layout`).
 
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
@@ -129,9 +129,9 @@ def load(
             theirs.
         quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
             `torch_dflash.compile`; on one device.
-        keep_codes: keep linear weights that are stored in 8 bits, and experts in MXFP4, as they are stored,
-            codes and scales; on one device. Unset, and for experts in 8 bits, they are dequantised to
-            ``dtype``.
+        keep_codes: keep linear weights that are stored in 8 bits or packed int4, and experts in MXFP4 or
+            packed int4, as they are stored, codes and scales; on one device. Unset, and for experts in 8
+            bits, they are dequantised to ``dtype``.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.

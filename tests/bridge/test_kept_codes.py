@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantised import pack, publish, publish_int4, say
+from support.quantised import BY_EXPERTS, SMALL, pack, publish, publish_int4, say
 from support.refusals import refuses
 from support.scripted import run
+from transformers import Qwen3Config, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import jax_bridge as jb
 import torch_dflash as td
+from jax_bridge.aot.compile import abstract_pair
+from jax_bridge.aot.floor import floor_of
 from jax_bridge.checkpoints import load as loading
 from jax_bridge.checkpoints.quantised import _unpacked
 from jax_bridge.device_memory import bytes_of
@@ -326,6 +329,20 @@ def test_experts_of_other_groups_are_dequantised(tmp_path):
     arrays = jb.load(tmp_path, keep_codes=True).arrays
     found = {path for path, weight in arrays.items() if isinstance(weight, Groups)}
     assert len(found) == 3 and "model.layers.0.mlp.experts.down_proj" not in found
+
+
+def test_experts_in_int4_count_as_codes_and_scales_where_no_chip_is():
+    config = Qwen3MoeConfig(**BY_EXPERTS)
+    sizes = {"capacity": 64}
+    whole, own = (abstract_pair(config, None, quantize=form, **sizes) for form in (None, "int4"))
+    stacks = {name for name, kept in own.params.items() if isinstance(kept, Groups)}
+    assert len(stacks) == 4
+    for name in stacks:
+        assert own.params[name].shape == whole.params[name].shape
+        assert bytes_of(own.params[name]) == 0.28125 * bytes_of(whole.params[name])  # 4 bits and 16 for 32
+    assert floor_of(own.pair, own.params, 8).verify < floor_of(whole.pair, whole.params, 8).verify
+    with refuses(ValueError, "quantize='int4'", "[experts, out, in]"):
+        abstract_pair(Qwen3Config(**SMALL), None, quantize="int4", **sizes)
 
 
 def test_both_options_go_together_and_others_are_refused(tmp_path, monkeypatch):
