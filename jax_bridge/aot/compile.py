@@ -32,7 +32,7 @@ from jax_bridge.devices.on_mesh import OnMesh, places_of
 from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_rounds, tracing
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
-from jax_bridge.weights.codes import Blocks, Groups
+from jax_bridge.weights.codes import GROUP, Blocks, Groups
 from jax_bridge.weights.layout import LayoutRules
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, decode_round
@@ -51,7 +51,6 @@ from torch_dflash.targets.latents import weights_of
 
 ABSENT = SimpleNamespace(platform="tpu")
 FP8_BLOCK = (128, 128)
-MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,8 @@ def abstract_pair(
         rows: of a tree of the drafter's block (`td.TreeProposer`), the anchor included; None: a chain.
         quantize: "int8" as in `torch_dflash.compile`, or "fp8": the target's linear weights as FP8
             checkpoints hold them, with a scale for each `FP8_BLOCK`, or "mxfp4": experts that are stored
-            [experts, in, out], as gpt-oss's, in 4 bits; on one chip.
+            [experts, in, out], as gpt-oss's, in 4 bits, or "int4": those that are stored [experts, out, in],
+            in 4 bits with scales in ``dtype``, as Kimi-K2.5's; on one chip.
         dtype: of the weights, and so of every cache. Buffers such as rotary frequencies keep theirs.
         plan: further fields of `DecodePlan`.
 
@@ -249,36 +249,38 @@ def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Sh
     """Shapes by name; ``named_parameters`` gives a tied weight once, as the engine passes it."""
     head = pair.target.model.get_output_embeddings()
     latents = weights_of(pair.target.latents, "target.model.")
-    published = quantize in ("fp8", "mxfp4")
+    published = quantize in ("fp8", "mxfp4", "int4")
     rules = LayoutRules.of(pair, head, latents, quantize=None if published else quantize)
     fp8 = rules.linear - latents.keys() if quantize == "fp8" else ()
     coded = {name for name in fp8 if name.startswith("target.")}
-    stacks = _stacks(pair) if quantize == "mxfp4" else ()
+    stacks = _stacks(pair, quantize) if quantize in ("mxfp4", "int4") else ()
 
     def shapes(name: str, shape: tuple[int, ...]) -> Any:
         if name in coded and not shape[1] % FP8_BLOCK[1]:
             return Blocks.shapes(shape, dtype, FP8_BLOCK)
         if name in stacks:
-            return Groups.shapes(shape, dtype)
+            return Groups.shapes(shape, dtype, int4=quantize == "int4")
         return rules.shapes(name, shape, dtype, ABSENT)
 
     weights = {name: shapes(name, tuple(weight.shape)) for name, weight in pair.named_parameters()}
     return weights | {name: _shape(buffer) for name, buffer in pair.named_buffers()}
 
 
-def _stacks(pair: Pair) -> set[str]:
-    """Names of the target's experts that MXFP4 has a form for."""
+def _stacks(pair: Pair, quantize: str) -> set[str]:
+    """Names of the target's experts that MXFP4 ([experts, in, out]) or int4 ([experts, out, in]) hold."""
+    transposed = quantize == "mxfp4"
     parts = [(f"target.{name}", part) for name, part in pair.target.named_modules()]
     found = {
         f"{name}.{own}"
         for name, part in parts
-        if getattr(part, "is_transposed", False)
+        if getattr(part, "is_transposed", None) is transposed
         for own, weight in part.named_parameters(recurse=False)
-        if weight.ndim == 3 and not weight.shape[1] % MXFP4_GROUP
+        if weight.ndim == 3 and not weight.shape[1 if transposed else 2] % GROUP
     }
     if not found:
         raise ValueError(
-            "quantize='mxfp4': no experts of the target are stored [experts, in, out]; leave it out."
+            f"quantize={quantize!r}: no experts of the target are stored "
+            f"[experts, {'in, out' if transposed else 'out, in'}]; leave it out."
         )
     return found
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from jax_bridge.checkpoints.quantised import Dequantised
+from jax_bridge.checkpoints.quantised import Dequantised, Packed
 from torch_dflash.storage.weight_files import Stored
 
 # A stacked weight's name -> the tensors of an expert for it, in the order of rows; then Mixtral's names.
@@ -44,6 +45,22 @@ class Stacked:
         """Bytes in the files."""
         return sum(part.nbytes for expert in self.experts for part in expert)
 
+    @property
+    def group(self) -> int | None:
+        """Inputs that share a scale if all experts are int4 in whole groups of as many; None: they are not.
+
+        Their scales are of one type.
+        """
+        (size, _), *others = {_group_of(part) for expert in self.experts for part in expert}
+        return None if others or size is None or self.shape[2] % size else size
+
+    def read_codes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes [out, in] and scales [out, in / `group`] of each expert."""
+        for expert in self.experts:
+            parts = (part.read_codes() for part in expert if isinstance(part, Dequantised))
+            codes, scales = map(torch.cat, zip(*parts, strict=True))
+            yield codes, scales
+
     def read(self) -> torch.Tensor:
         """The weight, filled expert by expert."""
         return self._stacked(self.experts)
@@ -59,6 +76,13 @@ class Stacked:
             for piece, part in zip(rows.chunk(len(expert)), expert, strict=True):
                 piece.copy_(part.read())
         return whole
+
+
+def _group_of(part: Stored | Dequantised) -> tuple[int | None, torch.dtype]:
+    """(Inputs that share a scale, its type) of rows in int4; (None, ...) of others."""
+    if isinstance(part, Dequantised) and isinstance(part.codes, Packed) and part.block[0] == 1:
+        return part.block[1], part.scales.dtype
+    return None, part.dtype
 
 
 def find_experts(

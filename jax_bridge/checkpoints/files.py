@@ -16,6 +16,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from jax_bridge.checkpoints.experts import EXPERT, Stacked, find_experts
 from jax_bridge.checkpoints.method import INSTEAD
+from jax_bridge.checkpoints.pieces import pieces_of
 from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.checks import names_a_folder
 from torch_dflash.storage.weight_files import CONVERTED, Stored
@@ -53,16 +54,20 @@ Source = Stored | Stacked | Dequantised
 def renamed(
     model: PreTrainedModel, stored: dict[str, Stored | Dequantised]
 ) -> dict[str, Stored | Dequantised]:
-    """``stored`` under the names of ``model``: transformers renames those of older layouts.
+    """``stored`` under the names of ``model``: transformers renames those of older layouts, and cuts some.
 
     Names that stay unknown are kept.
     """
     saved = model.state_dict(keep_vars=True)
-    renames = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    mapping = get_model_conversion_mapping(model)
+    renames = [one for one in mapping if isinstance(one, WeightRenaming)]
     found: dict[str, Stored | Dequantised] = {}
     for name, part in stored.items():
         other = rename_source_key(name, renames, [], model.base_model_prefix, saved)[0]
         known = other in saved or EXPERT.search(other)
+        if not known and isinstance(part, Stored) and (cut := pieces_of(part, model, saved, mapping)):
+            found |= {piece.name: piece for piece in cut}
+            continue
         found[other if name not in saved and known and other not in stored else name] = part
     return found
 
@@ -94,6 +99,8 @@ def match(
     names = defaultdict(list)
     for name, tensor in saved.items():
         names[id(tensor)].append(name)
+    if loose := next((part for name, part in stored.items() if name.endswith(".weight_packed")), None):
+        raise _unscaled(loose)
     used = set(saved)
     filled: dict[str, list[Source]] = {}
     for group in names.values():
@@ -108,10 +115,7 @@ def match(
             )
         for part in filled[group[0]]:
             if saved[group[0]].is_floating_point() and not is_plain(part.dtype):
-                raise ValueError(
-                    f"{part.file}: {part.name} is stored as {part.dtype} without a scale that the "
-                    f"quantization_config of config.json tells of; fetch both again, or {INSTEAD}"
-                )
+                raise _unscaled(part)
             if part.shape != wanted:
                 raise ValueError(
                     f"{part.file}: {part.name} has shape {part.shape}, by config.json it should be {wanted}; "
@@ -125,6 +129,13 @@ def match(
                 f"{CONVERTED}"
             )
     return filled
+
+
+def _unscaled(part: Source) -> ValueError:
+    return ValueError(
+        f"{part.file}: {part.name} is stored as {part.dtype} without a scale that the quantization_config of "
+        f"config.json tells of; fetch both again, or {INSTEAD}"
+    )
 
 
 def is_plain(dtype: torch.dtype) -> bool:

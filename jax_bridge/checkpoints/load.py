@@ -17,9 +17,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from jax_bridge.arrays import default_device, shape_of, to_jax
 from jax_bridge.checkpoints.check_config import check_sizes
+from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, is_plain, match, renamed
 from jax_bridge.checkpoints.method import method_of
-from jax_bridge.checkpoints.quantised import Dequantised, dequantised
+from jax_bridge.checkpoints.quantised import Dequantised, Packed, dequantised
 from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.mesh.cut import Partition
@@ -27,7 +28,7 @@ from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
-from jax_bridge.weights.codes import of_codes, of_pairs
+from jax_bridge.weights.codes import of_codes, of_experts, of_pairs
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, check_arithmetic, check_loaded, keep
 from torch_dflash.checks import check_arithmetic as check_choice
@@ -116,8 +117,8 @@ def load(
 
     The host holds at most a tensor or two besides a CPU backend's own arrays. Experts that are stored one by
     one become the model's stacked weight. Weights in MXFP4, in FP8 with scales, and in compressed-tensors'
-    FP8 and int8 are dequantised one by one, to ``dtype``. Linear weights get the backend's fastest layout
-    (`jax_bridge.weights.layout`).
+    FP8, int8 and packed int4 are dequantised one by one, to ``dtype``. Linear weights get the backend's
+    fastest layout (`jax_bridge.weights.layout`).
 
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
@@ -128,9 +129,9 @@ def load(
             theirs.
         quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
             `torch_dflash.compile`; on one device.
-        keep_codes: keep linear weights that are stored in 8 bits, and experts in MXFP4, as they are stored,
-            codes and scales; on one device. Unset, and for experts in 8 bits, they are dequantised to
-            ``dtype``.
+        keep_codes: keep linear weights that are stored in 8 bits or packed int4, and experts in MXFP4 or
+            packed int4, as they are stored, codes and scales; on one device. Unset, and for experts in 8
+            bits, they are dequantised to ``dtype``.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -246,10 +247,13 @@ def _check_memory(
 
 
 def _coded(parts: dict[str, list[Source]], linear: set[str] | frozenset[str]) -> set[str]:
-    """Names of the weights that can stay codes: ``linear`` ones, and stacks in MXFP4."""
+    """Names of the weights that can stay codes: ``linear`` ones, and stacks in MXFP4 and int4."""
     stored = {name: group[0] for name, group in parts.items() if group}
     codes = {name: part for name, part in stored.items() if isinstance(part, Dequantised)}
-    return {name for name, part in codes.items() if (len(part.shape) == 3 if part.turned else name in linear)}
+    stacks = {name for name, part in stored.items() if isinstance(part, Stacked) and part.group}
+    return stacks | {
+        name for name, part in codes.items() if (len(part.shape) == 3 if part.turned else name in linear)
+    }
 
 
 def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, torch.dtype], Weight]:
@@ -257,14 +261,17 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
     device = default_device()
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
+        place = SingleDeviceSharding(device)
+        if name in coded and isinstance(part, Stacked) and part.group:
+            return of_experts(part.read_codes(), part.shape, part.group, dtype, place)
         if name in coded and isinstance(part, Dequantised):
-            place = SingleDeviceSharding(device)
             if part.turned:
                 return of_pairs(*part.read_codes(), dtype, place)
-            if (weight := of_codes(*part.read_codes(), part.block, dtype, place)) is not None:
+            int4 = isinstance(part.codes, Packed)
+            if (weight := of_codes(*part.read_codes(), part.block, dtype, place, int4)) is not None:
                 return weight
         layout = rules.choose(name, part.shape, dtype, device)
-        return keep(part.read(), layout, dtype, SingleDeviceSharding(device))
+        return keep(part.read(), layout, dtype, place)
 
     return kept
 

@@ -15,7 +15,12 @@ from torch_dflash.checks import is_count
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
 _OF_CODES = (*METHODS, None, "bitsandbytes", "gptq", "awq", "auto-round", "hqq", "quanto", "modelopt")
 """Methods whose weights are codes: if all weights are plain, the field is a leftover."""
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_PACKED = "pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
+_BITS = {"num_bits": (8,), "symmetric": (True,)}
+_PACKED_BITS = {"num_bits": (4,), "symmetric": (True,), "type": ("int",), "input_activations": (None,)}
+_PACKED_BITS |= {"output_activations": (None,), "actorder": (None, False, "weight", "static")}
+"""The values that are read of a group's fields, and of its weights'; "weight" changes no file."""
 _FP8_BLOCK = [128, 128]  # of a config that leaves weight_block_size out
 INSTEAD = (
     "load it with AutoModelForCausalLM.from_pretrained if transformers dequantises it, or use plain weights."
@@ -85,15 +90,13 @@ def _compressed(given: Mapping[str, Any], where: str) -> tuple[Block, ...]:
     for title, group in groups.items():
         group = _object(group, f"config_groups[{title!r}]", where)
         weights = _object(group.get("weights"), f"weights of config_groups[{title!r}]", where)
-        scheme = {
-            "format": group.get("format") or given.get("format"),
-            "num_bits": weights.get("num_bits"),
-            "symmetric": weights.get("symmetric", True),
-        }
-        for name, known in (("format", _FORMATS), ("num_bits", (8,)), ("symmetric", (True,))):
-            if scheme[name] not in known:
+        form = group.get("format") or given.get("format")
+        scheme = {"symmetric": True, "type": "int", **group, **weights, "format": form}
+        read = {"format": _FORMATS} | (_PACKED_BITS if form == _PACKED else _BITS)
+        for name, known in read.items():
+            if scheme.get(name) not in known:
                 raise ValueError(
-                    f"{where}: {name}={scheme[name]!r} of compressed-tensors in quantization_config; "
+                    f"{where}: {name}={scheme.get(name)!r} of compressed-tensors in quantization_config; "
                     f"{', '.join(map(str, known))} is read. Else {INSTEAD}"
                 )
         blocks += _of_strategy(weights, where)

@@ -18,9 +18,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jax_bridge.checkpoints.method import INSTEAD, Method
-from torch_dflash.storage.weight_files import NARROW, Stored
+from torch_dflash.storage.weight_files import NARROW, Stored, read_all
 
 _PAIR = 2  # MXFP4 stores two values a byte
+_WORD = 8  # codes of 4 bits in an integer of 32
 _BYTES = (*NARROW, torch.int8)
 _STORED = {"mxfp4": (torch.uint8,), "fp8": NARROW, "compressed-tensors": _BYTES}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +33,36 @@ _CODES |= {"compressed-tensors": ("", ("_scale",))}
 """Endings of the names of a weight's values and scales, by method."""
 _UNREAD = re.compile(r"\.(input|output|activation|k|v|q)_(scale|zero_point)$")
 """Scales and zero points of activations and caches: only weights are read."""
+
+
+@dataclass(frozen=True)
+class Packed(Stored):
+    """Codes [out, in] from -8 to 7 that a file has as integers of 32 bits, the first in the lowest bits.
+
+    The file holds a code as itself and 8.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return super().nbytes // 2
+
+    def read(self) -> Tensor:
+        """The codes."""
+        return _unpacked(super().read())
+
+    def read_part(self, index: tuple[slice, ...]) -> Tensor:
+        """A slice of both axes; only the integers that it touches are read."""
+        rows, columns = index
+        start, stop, _ = columns.indices(self.shape[1])
+        first, last = _blocks(start, stop, _WORD)
+        found = _unpacked(super().read_part((rows, slice(first, last))))
+        return found[:, start - first * _WORD : stop - first * _WORD]
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).view(torch.int8) - 8
 
 
 @dataclass(frozen=True)
@@ -119,24 +150,49 @@ def dequantised(
     found: dict[str, Stored | Dequantised] = dict(stored)
     if method is None:
         return found
+    packed: dict[str, Packed] = {}
     end, ends = _CODES.get(method.name, ("", ()))
     for name, scales in stored.items():
         last = next((one for one in ends if name.endswith(one)), None)
-        base = None if last is None else name.removesuffix(last)
-        if base is None or (codes := stored.get(base + end)) is None:
+        base = "" if last is None else name.removesuffix(last)
+        codes = stored.get(base + end) or _packed(base, stored)
+        if not base or codes is None:
             continue
         if isinstance(pair := found.get(base), Dequantised):
             raise ValueError(
                 f"{scales.file}: {name} and {pair.scales.name} are both scales of {base}; keep one."
             )
         del found[codes.name], found[name]
+        if isinstance(codes, Packed) and found.pop(f"{base}_shape", None):
+            packed[f"{base}_shape"] = codes
         found[base] = _pair(base, codes, scales, method, dtype)
+    for name, size in read_all(stored[name] for name in packed):
+        if (said := tuple(size.tolist())) != (shape := packed[name].shape):
+            raise ValueError(
+                f"{packed[name].file}: {name} says {said}, and {packed[name].name} holds {shape}: rows that "
+                f"do not fill whole integers of 8 codes are not read; {INSTEAD}"
+            )
     for name, zeros in stored.items():
         if name.endswith("_zero_point") and isinstance(found.get(name[:-11]), Dequantised):
             if zeros.read().float().any():
                 raise ValueError(f"{zeros.file}: {name} holds others than 0, which is not read; {INSTEAD}")
             del found[name]
     return {name: part for name, part in found.items() if not _UNREAD.search(name)}
+
+
+def _packed(base: str, stored: dict[str, Stored]) -> Packed | None:
+    """The codes of the weight ``base`` in pack-quantized; None: there are none."""
+    words, order = stored.get(f"{base}_packed"), stored.get(f"{base}_g_idx")
+    if words is None:
+        return None
+    if order is not None:
+        raise ValueError(f"{order.file}: {order.name}, an order of inputs (actorder), is not read; {INSTEAD}")
+    if words.dtype != torch.int32 or len(words.shape) != 2:
+        raise ValueError(
+            f"{words.file}: {words.name} is stored as {words.dtype} of shape {words.shape}; torch.int32 of "
+            f"[out, in / 8] is read. Fetch the checkpoint again, or {INSTEAD}"
+        )
+    return Packed(words.file, words.name, (words.shape[0], words.shape[1] * _WORD), torch.int8)
 
 
 def _pair(name: str, codes: Stored, scales: Stored, method: Method, dtype: torch.dtype) -> Dequantised:
@@ -159,7 +215,7 @@ def _pair(name: str, codes: Stored, scales: Stored, method: Method, dtype: torch
         block = (shape[-2], shape[-1]) if single else method.block_of(shape, scales.shape)
     if block is None:
         raise _unfit(codes, scales, method)
-    alone = kind == "compressed-tensors" and ".experts." not in name
+    alone = kind == "compressed-tensors" and (".experts." not in name or isinstance(codes, Packed))
     return Dequantised(name, shape, dtype, codes, scales, _rounded if alone else _scaled, block)
 
 

@@ -6,10 +6,10 @@ bytes than the codes save.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from jax_bridge.weights.products import layer_of, stacked_linear_jax, stacked_su
 FEW_ROWS = 64
 """Most rows of a prompt's chunk whose sums are scaled block by block: they are float32 for each block of the
 input, so that more rows would move more bytes than the weight in the rows' type does."""
+GROUP = 32
+"""Inputs of an expert that share a scale in MXFP4, and in Kimi-K2.5's int4."""
 _prompt: ContextVar[bool] = ContextVar("prompt", default=False)
 
 
@@ -96,7 +98,7 @@ class Scaled(Multiplier):
 )
 @dataclass(frozen=True, eq=False)
 class Blocks(Multiplier):
-    """``array`` [in / b, b, out] has codes of 8 bits, ``scale`` [in / b, out / outputs] one for each block.
+    """``array`` [in / b, b, out] has codes of 8 or 4 bits, ``scale`` [in / b, out / outputs] one a block.
 
     The codes lie so because XLA lays [out, in] anew in every pass on some chips. The last block of outputs
     may be short.
@@ -133,43 +135,54 @@ class Blocks(Multiplier):
         return jnp.repeat(self.scale, self.outputs, axis=1)[:, : self.array.shape[2]]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "scale"], meta_fields=["dtype"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["array", "scale"], meta_fields=["dtype", "transposed"]
+)
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """A stack of experts' weights [experts, in, out] in MXFP4 (`jax_bridge.weights.formats.StoredWeight`).
+    """A stack of experts' weights in MXFP4 or int4 (`jax_bridge.weights.formats.StoredWeight`).
 
-    ``array`` [experts, in / b, b, out] has codes of 4 bits, ``scale`` [experts, in / b, out] an exponent for
-    each group of b inputs. The CPU's memory holds a code in a byte.
+    ``array`` [experts, in / b, b, out] has codes of 4 bits, ``scale`` [experts, in / b, out] a factor for
+    each group of b inputs, of MXFP4 an exponent. The CPU's memory holds a code in a byte.
+
+    ``transposed``: the model names the stack [experts, in, out], else [experts, out, in].
     """
 
     array: Any
     scale: Any
     dtype: str
+    transposed: bool = True
 
     @classmethod
-    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, group: int = 32) -> Groups:
-        """The shapes of `of_pairs` for a stack [experts, in, out]."""
-        experts, size, out = shape
-        codes = jax.ShapeDtypeStruct((experts, size // group, group, out), jnp.float4_e2m1fn)
-        scale = jax.ShapeDtypeStruct((experts, size // group, out), jnp.float8_e8m0fnu)
-        return cls(codes, scale, name_of(dtype))
+    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, int4: bool = False) -> Groups:
+        """The shapes of `of_pairs` for a stack [experts, in, out], in groups of `GROUP` inputs.
+
+        ``int4``: those of `of_experts` off the CPU for a stack [experts, out, in], scales in ``dtype``.
+        """
+        size, out = shape[:0:-1] if int4 else shape[1:]
+        kinds = (jnp.int4, jnp.dtype(name_of(dtype))) if int4 else (jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
+        codes = jax.ShapeDtypeStruct((shape[0], size // GROUP, GROUP, out), kinds[0])
+        scale = jax.ShapeDtypeStruct((shape[0], size // GROUP, out), kinds[1])
+        return cls(codes, scale, name_of(dtype), transposed=not int4)
 
     @property
     def shape(self) -> tuple[int, ...]:
         experts, groups, size, out = self.array.shape
-        return experts, groups * size, out
+        return (experts, groups * size, out) if self.transposed else (experts, out, groups * size)
 
     def unwrap(self) -> jax.Array:
-        return self.entries(self.dtype)
+        whole = self.entries(self.dtype)
+        return whole if self.transposed else whole.swapaxes(1, 2)
 
     def entries(self, dtype: Any) -> Float[Array, "experts in out"]:
-        """The weights; bfloat16 holds them exactly."""
+        """The weights; bfloat16 holds those in MXFP4 exactly."""
+        experts, groups, size, out = self.array.shape
         values = self.array.astype(jnp.float32) * self.scale.astype(jnp.float32)[:, :, None]
-        return values.reshape(self.shape).astype(dtype)
+        return values.reshape(experts, groups * size, out).astype(dtype)
 
     def one(self, at: Int[Array, " 1"]) -> Groups:
         """The expert ``at`` alone."""
-        return Groups(layer_of(self.array, at), layer_of(self.scale, at), self.dtype)
+        return replace(self, array=layer_of(self.array, at), scale=layer_of(self.scale, at))
 
     def products(self, rows: Float[Array, "experts R in"]) -> Float[Array, "experts R out"]:
         """Each expert's ``rows`` times its weight, in their type."""
@@ -214,24 +227,53 @@ def of_pairs(codes: Tensor, scale: Tensor, dtype: torch.dtype, place: Any) -> Gr
     return Groups(array, exponent, name_of(dtype))
 
 
-def of_codes(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, place: Any) -> Any:
+def of_experts(
+    experts: Iterable[tuple[Tensor, ...]], shape: tuple[int, ...], group: int, dtype: torch.dtype, place: Any
+) -> Groups:
+    """A stack of ``shape`` [experts, out, in] whose experts are stored one by one in int4.
+
+    Args:
+        experts: codes [out, in] from -8 to 7 and scales [out, in / group] of each.
+        dtype: of the weight as the model sees it.
+    """
+    count, out, size = shape
+    laid = torch.empty(count, size // group, group, out, dtype=torch.int8)
+    scales = []
+    for rows, (codes, scale) in zip(laid, experts, strict=True):
+        rows.copy_(codes.T.reshape(rows.shape))
+        scales.append(scale.T)
+    scale = to_jax(torch.stack(scales), device=place)
+    return Groups(_put_int4(laid, place), scale, name_of(dtype), transposed=False)
+
+
+def _put_int4(codes: Tensor, place: Any) -> jax.Array:
+    """Codes from -8 to 7 at ``place``; a CPU gets bytes, for it refuses 4 bits that are bound to it."""
+    if default_device().platform == "cpu":
+        return to_jax(codes, device=place)
+    return jax.device_put(codes.numpy().astype(jnp.int4), place)
+
+
+def of_codes(
+    codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, place: Any, int4: bool = False
+) -> Any:
     """A weight [out, in] that is stored as codes, with a scale for each block, in its form at ``place``.
 
     Args:
         scale: [out / rows, in / columns] of ``block``, or of one entry; uint8 is an exponent.
         dtype: of the weight as the model sees it.
+        int4: the codes are integers from -8 to 7; scales of groups then keep their type.
 
     Returns:
         None where the last block of inputs is short.
     """
     (out, size), (rows, columns), name = codes.shape, block, name_of(dtype)
     wide = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+    put = _put_int4 if int4 else lambda codes, place: to_jax(codes, device=place)
     if columns == size:
         each = wide.reshape(-1).repeat_interleave(out if wide.numel() == 1 else rows)[:out]
-        kept = to_jax({"array": codes, "scale": each}, device=place)
-        return Scaled(table=None, dtype=name, **kept)
+        return Scaled(table=None, dtype=name, array=put(codes, place), scale=to_jax(each, device=place))
     if size % columns:
         return None
     laid = codes.view(torch.uint8).T.reshape(size // columns, columns, out).contiguous().view(codes.dtype)
-    kept = to_jax({"array": laid, "scale": wide.T.contiguous()}, device=place)
-    return Blocks(table=None, dtype=name, outputs=rows, **kept)
+    each = to_jax((scale if int4 else wide).T.contiguous(), device=place)
+    return Blocks(table=None, dtype=name, outputs=rows, array=put(laid, place), scale=each)

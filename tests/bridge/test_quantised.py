@@ -8,8 +8,9 @@ import torch
 import transformers as hf
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from support.quantised import KINDS, SMALL, publish, say
+from support.quantised import KINDS, PACKED, SMALL, packed, publish, publish_int4, say
 from support.refusals import refuses
+from support.taps import build
 from transformers.quantizers import auto
 
 import jax_bridge as jb
@@ -154,7 +155,8 @@ def test_another_method_is_refused_by_name(published, tmp_path, method):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": "pack-quantized"}, ["format='pack-quantized'", "float-quantized"]),
+        ({"format": "marlin-24"}, ["format='marlin-24'", "float-quantized"]),
+        ({"format": "pack-quantized"}, ["num_bits=8", "4 is read"]),
         ({"format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized'"]),
         ({"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"num_bits": 4}}}}, ["num_bits=4"]),
         (
@@ -216,6 +218,9 @@ def test_codes_without_a_quantization_config_are_named(tmp_path):
     say(folder, quantization_config=None)
     with refuses(ValueError, "torch.int8", "quantization_config of config.json"):
         jb.load(folder)
+    say(publish_int4(tmp_path), quantization_config=None)
+    with refuses(ValueError, "weight_packed is stored as torch.int32", "quantization_config of config.json"):
+        jb.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_experts"])
@@ -297,3 +302,144 @@ def test_zero_points_of_zero_and_those_of_inputs_change_nothing(tmp_path):
     save_file(state | more | zeros, tmp_path / "model.safetensors")
     with refuses(ValueError, f"{Q}_zero_point", "others than 0", "from_pretrained"):
         jb.load(folder)
+
+
+# --- packed int4 -----------------------------------------------------------------------------------------
+
+
+def defined(state, name):
+    """Values of packed int4: the first code in the lowest bits, 8 less each, products in the scales' type."""
+    words, scale = state[name + "_packed"], state[name + "_scale"]
+    codes = torch.stack([(words >> 4 * at & 15) - 8 for at in range(8)], dim=-1).flatten(1)
+    assert codes.shape == tuple(state[name + "_shape"].tolist())
+    return codes.to(scale.dtype) * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+
+
+def stack_of(state, prefix, *parts):
+    every = range(sum(name.startswith(prefix) and f"{parts[0]}.weight_packed" in name for name in state))
+    one = lambda at: torch.cat([defined(state, f"{prefix}{at}.{part}.weight") for part in parts])  # noqa: E731
+    return torch.stack([one(at) for at in every])
+
+
+@pytest.mark.parametrize("size, scales", [(32, torch.bfloat16), (16, torch.float32), (None, torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_int4_has_its_defined_values(tmp_path, size, scales, dtype):
+    arrays = unwrap(jb.load(publish_int4(tmp_path, size=size, scales=scales), dtype=dtype).arrays)
+    state = load_file(tmp_path / "model.safetensors")
+    names = [name[:-7] for name in state if name.endswith("_packed") and ".experts." not in name]
+    assert len(names) == 8
+    wanted = {name: defined(state, name) for name in names}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        wanted[prefix + "gate_up_proj"] = stack_of(state, prefix, "gate_proj", "up_proj")
+        wanted[prefix + "down_proj"] = stack_of(state, prefix, "down_proj")
+    for name, values in wanted.items():
+        assert torch.equal(jb.to_torch(arrays[name]), values.to(dtype)), name
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("size", [32, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_int4_is_transformers_own(tmp_path, size, dtype):
+    pytest.importorskip("compressed_tensors")
+    arrays = unwrap(jb.load(publish_int4(tmp_path, size=size), dtype=dtype).arrays)
+    asked = hf.CompressedTensorsConfig(dequantize=True)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, quantization_config=asked)
+    for name, value in theirs.named_parameters():  # experts stay in their scales' type
+        assert torch.equal(jb.to_torch(arrays[name]), value.to(dtype)), name
+
+
+def test_a_part_of_packed_int4_is_that_of_the_whole(tmp_path):
+    parts = [part for part in weights_of(publish_int4(tmp_path)).values() if isinstance(part, Dequantised)]
+    assert len(parts) == 32
+    for part in parts[::5]:
+        whole = part.read()
+        for index in ((slice(1, 2),), (slice(0, 3), slice(5, 40)), (slice(None), slice(33, 62))):
+            assert torch.equal(part.read_part(index), whole[index]), (part.name, index)
+
+
+def published_name(name):
+    """A weight's name in Kimi-K2.5's files; transformers saves three otherwise."""
+    for own, other in (("model.blocks.", "model.layers."), ("model.mm_", "mm_"), ("encoder.patch", "patch")):
+        name = name.replace(own, other)
+    return name
+
+
+def test_kimi_loads_as_it_is_published(tmp_path):
+    """Routed experts in int4, one by one, the rest in bfloat16; the tower's wqkv; a wrapper's fields."""
+    target = build("kimi_k25").bfloat16()
+    target.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    plain = {published_name(name): weight for name, weight in load_file(file).items()}
+    assert any("vision_tower.encoder.blocks.0.wqkv" in name for name in plain)
+    save_file(plain, file, {"format": "pt"})
+    packed(tmp_path, ".mlp.experts.", size=16)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["text_config"] |= {"model_type": "kimi_k2", "quantization_config": fields["quantization_config"]}
+    say(tmp_path, text_config=fields["text_config"], quantization_config=None)
+    state = load_file(file)
+    prefix, own = "language_model.model.layers.1.mlp.experts.", "model.language_model.layers.1.mlp.experts."
+    assert prefix + "3.up_proj.weight_packed" in state
+    for keep_codes in (False, True):
+        arrays = unwrap(jb.load(tmp_path, keep_codes=keep_codes, progress=False).arrays)
+        same = {name for name, weight in target.named_parameters() if ".mlp.experts." not in name}
+        assert all(torch.equal(jb.to_torch(arrays[name]), target.get_parameter(name)) for name in same)
+        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            assert torch.equal(jb.to_torch(arrays[own + name]), stack_of(state, prefix, *parts)), name
+
+
+def test_a_fused_weight_that_the_heads_do_not_divide_is_refused(tmp_path):
+    build("kimi_k25").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    say(tmp_path, vision_config=fields["vision_config"] | {"num_attention_heads": 5})
+    with refuses(ValueError, "attn.q_proj.weight", "is missing"):
+        jb.load(tmp_path, progress=False)
+
+
+PACKED_Q = Q + "_packed"
+
+
+@pytest.mark.parametrize(
+    ("weights", "group", "words"),
+    [
+        ({"num_bits": 8}, {}, ["num_bits=8", "4 is read"]),
+        ({"symmetric": False}, {}, ["symmetric=False"]),
+        ({"type": "float"}, {}, ["type='float'", "int is read"]),
+        ({"actorder": "group"}, {}, ["actorder='group'"]),
+        ({}, {"input_activations": {"num_bits": 8, "type": "int"}}, ["input_activations={'num_bits': 8"]),
+        ({}, {"output_activations": {"num_bits": 8}}, ["output_activations={'num_bits': 8}"]),
+    ],
+)
+def test_forms_of_packed_weights_that_are_not_read_are_named(tmp_path, weights, group, words):
+    groups = {"g": {"weights": PACKED | weights, "targets": ["Linear"], "input_activations": None} | group}
+    with refuses(ValueError, *words, "from_pretrained"):
+        jb.load(publish_int4(tmp_path, config_groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({Q + "_shape": torch.tensor([64, 61])}, ["(64, 61)", "(64, 64)", "whole integers of 8 codes"]),
+        ({Q + "_g_idx": torch.zeros(64, dtype=torch.int32)}, [f"{Q}_g_idx", "actorder"]),
+        ({Q + "_zero_point": torch.ones(8, 2, dtype=torch.int32)}, [f"{Q}_zero_point", "others than 0"]),
+        ({PACKED_Q: torch.ones(64, 8)}, [f"{PACKED_Q} is stored as torch.float32", "torch.int32"]),
+        ({PACKED_Q: torch.ones(8, dtype=torch.int32)}, ["of shape (8,)", "[out, in / 8]"]),
+        ({Q + "_scale": torch.ones(64, 3)}, ["(64, 3)", "((1, 32),)"]),
+        ({Q + "_scale": None}, [f"{PACKED_Q} is stored as torch.int32 without a scale"]),
+    ],
+)
+def test_packed_codes_that_do_not_fit_are_named(tmp_path, change, words):
+    state = load_file(publish_int4(tmp_path) / "model.safetensors") | change
+    state = {name: value for name, value in state.items() if value is not None}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with refuses(ValueError, *words):
+        jb.load(tmp_path)
+
+
+def test_a_shape_beside_packed_codes_may_be_left_out(tmp_path):
+    state = load_file(publish_int4(tmp_path) / "model.safetensors")
+    wanted = unwrap(jb.load(tmp_path).arrays)
+    state = {name: value for name, value in state.items() if not name.endswith("_shape")}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    arrays = unwrap(jb.load(tmp_path).arrays)
+    assert all(torch.equal(jb.to_torch(arrays[name]), jb.to_torch(wanted[name])) for name in wanted)

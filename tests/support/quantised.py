@@ -18,6 +18,9 @@ KINDS = {
     "fp8_experts": (hf.MiniMaxM2ForCausalLM, hf.MiniMaxM2Config, SMALL | MOE | {"rotary_dim": 8}),
     "fp8_tensor": (hf.Qwen3ForCausalLM, hf.Qwen3Config, SMALL),
 }
+BY_EXPERTS = SMALL | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+"""The weights of Kimi-K2.5's config_groups, whose routed experts alone are packed."""
 BLOCK = 16
 
 
@@ -47,6 +50,41 @@ def publish(name, folder, block=BLOCK):
         method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
     say(folder, quantization_config=method)
     return folder
+
+
+def pack(codes):
+    """Codes [out, in] from -8 to 7 in integers of 32 bits, by the definition: 8 added, the first lowest."""
+    wide = codes.long() + 8
+    words = sum(wide[:, at::8] << 4 * at for at in range(8))
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def packed(folder, named, scales=torch.bfloat16, size=32, **changes):
+    """The checkpoint in ``folder`` with int4 in compressed-tensors' fields for the weights ``named`` so."""
+    state, found = load_file(folder / "model.safetensors"), {}
+    torch.manual_seed(1)
+    for name, value in state.items():
+        if named not in name or value.ndim != 2:
+            found[name] = value
+            continue
+        out, width = value.shape
+        found[name + "_packed"] = pack(torch.randint(-8, 8, value.shape))
+        found[name + "_scale"] = ((torch.rand(out, width // (size or width)) + 0.1) / 40).to(scales)
+        found[name + "_shape"] = torch.tensor(value.shape)
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    weights = PACKED | ({"group_size": size} if size else {"strategy": "channel", "group_size": None})
+    group = {"weights": weights, "targets": ["Linear"], "input_activations": None, "output_activations": None}
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    said |= {"quantization_status": "compressed", "kv_cache_scheme": None} | {"config_groups": {"g": group}}
+    say(folder, quantization_config=said | changes)
+    return folder
+
+
+def publish_int4(folder, named="proj", **options):
+    """A random Qwen3-MoE, its experts stored one by one, with the weights ``named`` so `packed`."""
+    torch.manual_seed(0)
+    hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**BY_EXPERTS)).to(torch.bfloat16).save_pretrained(folder)
+    return packed(folder, named, **options)
 
 
 def say(folder, **fields):

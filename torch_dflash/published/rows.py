@@ -17,7 +17,7 @@ KINDS = ("DFlash", "DFlash2", "DSpark")
 """Kinds of drafters that can be loaded."""
 DSPARK_LAYOUTS = ("speculators", "DeepSpec", "SpecForge", "LiquidAI")
 """Layouts of readable DSpark drafters."""
-PLAIN_FORMS = ("mxfp4", "fp8", "int8")
+PLAIN_FORMS = ("mxfp4", "fp8", "int8", "int4")
 """Quantised forms that ``jb.load`` dequantises."""
 
 

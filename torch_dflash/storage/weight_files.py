@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -54,6 +55,16 @@ class Stored:
             return self.read()
         with safe_open(self.file, "pt") as opened:
             return opened.get_slice(self.name)[index]
+
+
+def read_all(parts: Iterable[Stored]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors, file by file: each is opened once."""
+    files: dict[Path, list[str]] = {}
+    for part in parts:
+        files.setdefault(part.file, []).append(part.name)
+    for file, names in files.items():
+        with safe_open(file, "pt") as opened:
+            yield from ((name, opened.get_tensor(name)) for name in names)
 
 
 def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> tuple[list[Path], Path | None]:
