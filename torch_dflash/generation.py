@@ -79,8 +79,7 @@ def compile(
         compute: the type of linear products, on a CPU: "auto" (the weights' own), "float32" or "bfloat16"
             (sums in float32); norms, softmax and positions stay as they are.
         quantize: "int8" keeps linear weights in 8 bits, a scale for each output row; a CPU quantises rows as
-            they come, too. The text is that of the quantised model: of plain decoding with the same option.
-            Unset: as `jax_bridge.load` was told.
+            they come, too. The text is the quantised model's. Unset: as `jax_bridge.load` was told.
         drafter_quantize: "int8" keeps the drafter's linear weights so, and the target's as they are: no text
             changes. A head that it shares with the target stays as it is. Unset: as ``quantize``.
         mesh: the chips that share each weight (docs/slices.md): how many of JAX's devices, "auto" for all of

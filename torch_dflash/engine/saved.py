@@ -117,7 +117,7 @@ def describe_proposer(engine: Engine) -> str:
 
 
 def describe_layers(engine: Engine) -> str:
-    """What each layer of the target caches. Pages of whole tiles have one shape for several widths."""
+    """The caches of the target's layers, as text: pages of whole tiles have one shape for several widths."""
     return "; ".join(map(str, engine.pair.target.specs))
 
 
