@@ -267,6 +267,9 @@ def _topk(rows, k, dim=-1, largest=True, sorted=True):
     def find(rows):
         if largest and (own := slice_under(rows, dim)):
             return topk_on_slice(own, rows, k)
+        if largest and rows.ndim and dim in (-1, rows.ndim - 1):
+            # In order as it is: torchax sorts it again, and gathers the indices one by one.
+            return tuple(jax.lax.top_k(rows, k))
         return _topk_of_torchax(rows, k, dim, largest, sorted)
 
     return call_jax(find, rows)
