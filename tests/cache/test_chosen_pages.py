@@ -12,7 +12,9 @@ import pytest
 import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_bridge.aot.shapes import find_topology
 from jax_bridge.kernels import halves, pallas_body, pallas_paged, row_reductions
 from jax_bridge.kernels import paged_attention as paged_kernel
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
@@ -197,3 +199,33 @@ def test_on_a_tpu_it_is_one_kernel_without_a_scatter():
         text = jax.export.export(step, platforms=["tpu"])(*given).mlir_module()
         assert "custom_call" not in step.lower(*given).as_text()
     assert text.count("tpu_custom_call") == 1 and "stablehlo.scatter" not in text
+
+
+TPU = {"block": (16, 1), "a row": (1, 1), "block of 5, batch 2": (5, 2), "prompt chunk": (512, 1)}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("case", TPU)
+def test_the_kernel_compiles_for(topology, case):
+    """GLM-5.2's widths: 64 heads over latents of 512 and 64 lanes."""
+    (rows, batch), half = TPU[case], jnp.bfloat16
+    chip = NamedSharding(Mesh(np.array(find_topology(topology).devices[:1]), ("chip",)), PartitionSpec())
+
+    def shape(*sizes, dtype=half):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=chip)
+
+    def run(query, key, value, start, chosen, pool, table):
+        inputs = AttentionInputs(query, key, value, start, 0.1, shared=True, chosen=chosen)
+        return paged_by_choice_jax(inputs, (pool, table))
+
+    rope, latent = shape(batch, 1, rows, 64), shape(batch, 1, rows, 512)
+    start, chosen = shape(batch, dtype=jnp.int32), shape(batch, 1, rows, 33 * 128, dtype=bool)
+    pool, table = shape(batch * 33 + 1, 1, 128, 640), shape(batch, 33, dtype=jnp.int32)
+    given = shape(batch, 64, rows, 576), rope, latent, start, chosen, pool, table
+    with tracing("default"):
+        lowered = jax.jit(run, donate_argnums=5).trace(*given).lower(lowering_platforms=("tpu",))
+    compiled = lowered.compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text.count('custom_call_target="tpu_custom_call"') == 1
+    assert memory.alias_size_in_bytes >= 2 * 640 * 128 * (batch * 33 + 1)  # the pool is written in place
