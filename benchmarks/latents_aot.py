@@ -8,14 +8,15 @@ What is compiled is what a verify pass of 16 rows runs between a layer's project
 paged kernel, W_v on its sums. The floor is the latents of the context once, 576 numbers a position (a page
 keeps 640), and W_k and W_v once.
 
-GLM-5.2 is four layers, of which one has an indexer and three share its choice, as in most of the model. The
-indexer is transformers' own, without its projections; its keys of the context count once in the floor.
+GLM-5.2 is four layers, of which one has an indexer and three share its choice, as in most of the model;
+beside it, the same layers attend to all positions. The indexer is transformers' own, without its projections;
+the keys it reads count once in the floor. ``score_bytes`` are a pass's scores of all index heads in float32,
+and ``scores_kept`` says whether the program has them in HBM.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,11 +27,10 @@ compile_only()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer  # noqa: E402
 
 from jax_bridge.aot.compile import compile_function  # noqa: E402
-from jax_bridge.aot.hlo import forbidden  # noqa: E402
+from jax_bridge.aot.hlo import Program, forbidden, hbm_bytes  # noqa: E402
 from jax_bridge.aot.shapes import halved_shape  # noqa: E402
 from jax_bridge.programs.lower import lower, tracing  # noqa: E402
 from torch_dflash.cache.indexed import IndexedLayer, IndexPages  # noqa: E402
@@ -44,19 +44,19 @@ from torch_dflash.targets.latents import EXPAND, Handed, attend_latents  # noqa:
 
 
 class Indexer(NamedTuple):
-    """Widths of an indexer, and the layers that attend to its choice."""
+    """Widths of an indexer, and the positions that it chooses."""
 
     heads: int
     width: int
     most: int
-    layers: int
 
 
 class Sizes(NamedTuple):
-    """One layer's attention, or those that share an indexer's choice."""
+    """Attention of layers alike, which share the choice of the first one's indexer, if there is one."""
 
     heads: int
     widths: Widths
+    layers: int = 1
     indexer: Indexer | None = None
 
 
@@ -64,7 +64,8 @@ MODELS = {
     "DeepSeek-V3": Sizes(128, Widths(512, 128, 64, 128)),
     "Kimi-K2.5": Sizes(64, Widths(512, 128, 64, 128)),
     "Mistral-Small-4": Sizes(32, Widths(256, 64, 64, 128)),
-    "GLM-5.2": Sizes(64, Widths(512, 192, 64, 256), Indexer(32, 128, 2048, 4)),
+    "GLM-5.2": Sizes(64, Widths(512, 192, 64, 256), 4, Indexer(32, 128, 2048)),
+    "GLM-5.2 without its indexer": Sizes(64, Widths(512, 192, 64, 256), 4),
 }
 TOPOLOGIES = ("v6e:2x2", "v5e:2x2", "v5p:2x2x1")
 PAGE, ROWS = 128, 16
@@ -78,24 +79,22 @@ def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
 def pools(sizes: Sizes, context: int) -> list[Any]:
     """Pages of each layer, and of the indexer's keys."""
     pages, wide = context // PAGE + 2, sizes.widths.rank + sizes.widths.rope
-    widths = [wide] * (sizes.indexer.layers if sizes.indexer else 1)
+    widths = [wide] * sizes.layers
     widths += [sizes.indexer.width] if sizes.indexer else []
     return [shape(pages, 1, PAGE, pool_width(width, 0)) for width in widths]
 
 
 def rows_of(sizes: Sizes) -> dict[str, Any]:
-    """What the projections of a pass make: of the first layer, all layers alike."""
-    widths, indexer = sizes.widths, sizes.indexer
-    layers = indexer.layers if indexer else 1
-    query = [shape(1, sizes.heads, ROWS, widths.nope + widths.rope) for _ in range(layers)]
-    latent = [shape(1, 1, ROWS, widths.rank) for _ in range(layers)]
-    turned = [shape(1, 1, ROWS, widths.rope) for _ in range(layers)]
-    given: dict[str, Any] = {"query": query, "latent": latent, "turned": turned}
+    """What the projections of a pass make."""
+    (heads, widths, layers, indexer), given = sizes, {}
+    given["query"] = [shape(1, heads, ROWS, widths.nope + widths.rope)] * layers
+    given["latent"] = [shape(1, 1, ROWS, widths.rank)] * layers
+    given["turned"] = [shape(1, 1, ROWS, widths.rope)] * layers
     if indexer:
         given["queries"] = shape(1, ROWS, indexer.heads * indexer.width)
         given["keys"] = shape(1, ROWS, indexer.width)
         given["shares"] = shape(1, ROWS, indexer.heads)
-        given["angles"] = [shape(1, ROWS, widths.rope) for _ in range(2)]
+        given["angles"] = [shape(1, ROWS, widths.rope)] * 2
     return given
 
 
@@ -133,8 +132,8 @@ def choose(sizes: Sizes, given: dict[str, Any], view: CacheView) -> Any:
 def figures(name: str, topology: str, context: int) -> dict[str, Any]:
     """Bytes of attention of `ROWS` rows behind ``context`` positions, with its floor."""
     sizes = MODELS[name]
-    heads, widths, indexer = sizes
-    layers, wide = indexer.layers if indexer else 1, widths.rank + widths.rope
+    heads, widths, layers, indexer = sizes
+    wide = widths.rank + widths.rope
 
     def attend(params: Any, state: Any, given: dict[str, Any]) -> Any:
         held, table, start = state
@@ -160,8 +159,9 @@ def figures(name: str, topology: str, context: int) -> dict[str, Any]:
     state = pools(sizes, context), shape(1, context // PAGE + 1, dtype=jnp.int32), shape(1, dtype=jnp.int32)
     with tracing("default"):
         step = compile_function(lower(attend), params, state, rows_of(sizes), topology=topology)
-    if keep := os.environ.get("KEEP_HLO"):
-        open(f"{keep}/{name}-{topology}-{context}.hlo", "w").write(step.hlo)
+    scores = 4 * indexer.heads * ROWS * context if indexer else 0
+    kinds = [one.type for one in Program(step.hlo).computations["ENTRY"].values()]
+    largest = max([hbm_bytes(kind) for kind in kinds if "f32[" in kind and "bf16[" not in kind], default=0)
     floor = 2 * layers * (context * wide + weight.size) + (2 * context * indexer.width if indexer else 0)
     return {
         "model": name,
@@ -175,6 +175,8 @@ def figures(name: str, topology: str, context: int) -> dict[str, Any]:
         "pool_in_place": not any(path.startswith("[0]") for path in step.unaliased),
         "scatters": step.hlo.count(" scatter("),
         "gathers": step.hlo.count(" gather("),
+        "score_bytes": scores,
+        "scores_kept": 0 < scores <= largest,
         "forbidden": forbidden(step.hlo),
         "compile_seconds": round(step.compile_seconds, 1),
     }
