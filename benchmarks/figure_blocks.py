@@ -293,6 +293,9 @@ def quantised_aot() -> str:
     return table([*head, "temporary MB", "roofline ms"], *rows)
 
 
+GLM = "GLM-5.2"
+
+
 def latents_aot() -> str:
     """Bytes of latent attention over their floor, by model, context and chip."""
     found: dict[tuple[str, int], dict[str, str]] = {}
@@ -301,7 +304,26 @@ def latents_aot() -> str:
         found.setdefault((one["model"], one["context"]), {})[chip] = f"{one['of_floor']:.2f}"
     chips = sorted({chip for one in found.values() for chip in one}, reverse=True)
     rows = [[name, f"{at:,}", *(one.get(chip, "") for chip in chips)] for (name, at), one in found.items()]
-    return table(["one layer, 16 rows", "context", *chips], *rows)
+    return table(["16 rows", "context", *chips], *rows)
+
+
+def index_aot() -> str:
+    """What GLM-5.2's indexer, its top-k and the marks move: the layers with them less those without."""
+    found = result("latents_aot")["attention"]
+    moved = {(one["model"], one["context"], one["topology"]): one["hbm_bytes"] for one in found}
+    own = [one for one in found if one["model"] == GLM]
+    costs: dict[int, list[str]] = {}
+    for one in own:
+        at, chip = one["context"], one["topology"]
+        cost = (one["hbm_bytes"] - moved[f"{GLM} without its indexer", at, chip]) / 1e6
+        costs.setdefault(at, []).append(f"{cost:.1f} on {chip.partition(':')[0]}")
+    contexts = "; ".join(f"behind {at:,} positions {', '.join(each)}" for at, each in costs.items())
+    kept = any(one["scores_kept"] for one in own)
+    scores = max(one["score_bytes"] for one in own) / 1e6
+    return (
+        f"{contexts}; the scores of all index heads ({scores:.0f} MB in float32 behind {max(costs):,}) "
+        f"{'reach HBM on some chip' if kept else 'stay on the chip'}"
+    )
 
 
 def aot_experts() -> str:
@@ -410,6 +432,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "aot-rounds": aot_rounds,
     "quantised-aot": quantised_aot,
     "latents-aot": latents_aot,
+    "index-aot": index_aot,
     "aot-notes": lambda: "\n".join(
         [aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts(), aot_trees()]
     ),

@@ -22,6 +22,7 @@ from jax_bridge.kernels.row_reductions import (
     argmax_jax,
     cos_jax,
     layer_norm_jax,
+    marked_jax,
     mean_jax,
     sin_jax,
     softmax_jax,
@@ -54,8 +55,8 @@ from torch_dflash.ops.attention import (
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked, on_host, repeat
 from torch_dflash.ops.latents import halves
-from torch_dflash.ops.paged_attention import append_pages, paged_attention
-from torch_dflash.ops.spread import likeliest, spread, stacked_linear, stacked_sum
+from torch_dflash.ops.paged_attention import Pages, append_pages, paged_attention
+from torch_dflash.ops.spread import likeliest, marked, spread, stacked_linear, stacked_sum
 from torch_dflash.ops.windows import put_slot, take_slot, write_rows
 from torch_dflash.targets.experts import apply_experts, gates_by_columns, mix_experts, ordinary
 from torch_dflash.targets.scans import run_mixer
@@ -266,6 +267,9 @@ def _topk(rows, k, dim=-1, largest=True, sorted=True):
     def find(rows):
         if largest and (own := slice_under(rows, dim)):
             return topk_on_slice(own, rows, k)
+        if largest and rows.ndim and dim in (-1, rows.ndim - 1):
+            # In order as it is: torchax sorts it again, and gathers the indices one by one.
+            return tuple(jax.lax.top_k(rows, k))
         return _topk_of_torchax(rows, k, dim, largest, sorted)
 
     return call_jax(find, rows)
@@ -297,10 +301,24 @@ def _append_pages(key, value, start, pages):
     return call_jax(_on_slice(append_on_slice, append_pages_jax), key, value, start, pages)
 
 
+def paged_by_choice_jax(inputs, pages):
+    """`torch_dflash.ops.paged_attention` of chosen positions: the kernel, or the plain form."""
+    names = "query", "key", "value", "start", "sinks", "chosen"
+    arrays = {name: getattr(inputs, name) for name in names}
+
+    def plain(arrays, pages):
+        out, pool = call_torch(paged_attention.plain, inputs._replace(**arrays), Pages(*pages))
+        return out.astype(arrays["query"].dtype), pool
+
+    def kernel(arrays, pages):
+        return paged_attention_jax(inputs._replace(**arrays), pages)
+
+    return jax.lax.platform_dependent(arrays, tuple(pages), tpu=kernel, default=plain)
+
+
 def _paged_attention(inputs, pages):
-    if inputs.chosen is not None:  # no kernel reads a mask
-        out, pool = paged_attention.plain(inputs, pages)
-        return out.to(inputs.query.dtype), pool
+    if inputs.chosen is not None:
+        return call_jax(paged_by_choice_jax, inputs, pages)
     return call_jax(_on_slice(paged_on_slice, paged_attention_jax), inputs, pages)
 
 
@@ -310,6 +328,10 @@ def _block_attention(inputs, past, causal):
 
 def _spread(ids, values, size):
     return call_jax(partial(once, spread_jax, size=size), ids, values)
+
+
+def _marked(ids, size):
+    return call_jax(partial(once, marked_jax, size=size), ids)
 
 
 def _branch(condition, then, otherwise, *operands):
@@ -378,6 +400,7 @@ LOWERED = {
     append_pages: _append_pages,
     block_attention: _block_attention,
     likeliest: _likeliest,
+    marked: _marked,
     spread: _spread,
     on_host: _on_host,
     stacked_linear: _stacked_linear,

@@ -19,7 +19,10 @@ BLOCK_KEYS = 512
 def paged_attention_jax(
     inputs: Any, pages: Any
 ) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page_size KV"]]:
-    """`torch_dflash.ops.paged_attention` of arrays; the pool is to be donated."""
+    """`torch_dflash.ops.paged_attention` of arrays; the pool is to be donated.
+
+    Of chosen positions, the kernel alone: no loop reads a choice.
+    """
     pool, (query, key, value, start), sinks = pages[0], inputs[:4], inputs.sinks
     shared, first = inputs.shared, 0 if inputs.shared else query.shape[3]
     batch, heads, rows, k_dim = query.shape
@@ -43,6 +46,10 @@ def paged_attention_jax(
         arrays = grouped, fresh, pool, table, start, sinks, inputs.tree
         out = jax.lax.platform_dependent(*arrays, tpu=kernel, default=other)
         return _rows_first(out, query), pool
+    if inputs.chosen is not None:
+        chosen = inputs.chosen[:, 0]
+        out, pool = pallas_paged_attention(grouped, fresh, pool, table, start, sinks, None, chosen, **static)
+        return _rows_first(out[..., :v_dim], query), pool
     out, pool = jax.lax.platform_dependent(
         grouped,
         fresh,

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_bridge.kernels.halves import Halves
-from jax_bridge.kernels.online_softmax import SoftmaxRefs
+from jax_bridge.kernels.online_softmax import SoftmaxRefs, product
 from torch_dflash.plan import TILE
 
 # For integers that are not negative; `//` and `%` would query the chip.
@@ -41,7 +41,16 @@ class Kind(NamedTuple):
 
 def attend_to_pages(kind, start_ref, table_ref, query, fresh, first, pool_in, out, pool, *scratch):
     """The kernel of a chain's rows; refs as in `_attend_tile`, ``pool`` also as ``pool_in``."""
-    _attend_tile(kind, None, start_ref, table_ref, query, fresh, first, out, pool, *scratch)
+    _attend_tile(kind, None, None, start_ref, table_ref, query, fresh, first, out, pool, *scratch)
+
+
+def attend_to_pages_by_choice(
+    kind, start_ref, table_ref, marks, own, query, fresh, first, pool_in, out, pool, *scratch
+):
+    """The kernel of a chain's rows that see chosen positions alone; further refs as in `Choice`."""
+    *scratch, ahead = scratch
+    choice = Choice(marks, own, ahead)
+    _attend_tile(kind, None, choice, start_ref, table_ref, query, fresh, first, out, pool, *scratch)
 
 
 def attend_to_pages_by_tree(
@@ -49,7 +58,7 @@ def attend_to_pages_by_tree(
 ):
     """The kernel of a tree's rows; further refs as in `TreeRows`."""
     tree = TreeRows(depth, keys)
-    _attend_tile(kind, tree, start_ref, table_ref, query, fresh, first, out, pool, *scratch)
+    _attend_tile(kind, tree, None, start_ref, table_ref, query, fresh, first, out, pool, *scratch)
 
 
 class TreeRows(NamedTuple):
@@ -67,8 +76,28 @@ class TreeRows(NamedTuple):
         return (other <= row) & (row < self.keys[0, 0:1])
 
 
+class Choice(NamedTuple):
+    """Refs of marks, 1 where a row sees a position and else 0.
+
+    ``marks`` [B, tiles, blocks, rows, keys] in HBM, of all pages; ``own`` [1, 1, rows, staged]; on the chip
+    ``ahead`` [2, rows, keys], fetched with the block of pages.
+    """
+
+    marks: Any
+    own: Any
+    ahead: Any
+
+    def sees(self, row, marks):
+        """The mask [heads * rows, keys] of query rows that are ``row`` [heads * rows, 1] of ``marks``.
+
+        Rows of a head may be no whole registers, so that only a product repeats them cheaply.
+        """
+        place = jax.lax.broadcasted_iota(jnp.int32, (row.shape[0], marks.shape[0]), 1)
+        return product((row == place).astype(marks.dtype), marks, 0) > 0.5
+
+
 def _attend_tile(
-    kind, tree, start_ref, table_ref, query, fresh, first, out, pool,
+    kind, tree, choice, start_ref, table_ref, query, fresh, first, out, pool,
     staged, blocks, top, total, sums, arrived, left,
 ):  # fmt: skip
     """One half, one sequence, one tile of query rows.
@@ -76,7 +105,7 @@ def _attend_tile(
     Refs: ``query`` [1, own, 1, heads * rows, D]; ``fresh`` [1, own, M, KV]; ``first`` [own, heads * rows, 1],
     the sinks; ``pool`` [P, G, page, KV] in HBM; on the chip ``staged`` [own, rows to a tile, KV], ``blocks``
     [2, pages, own, page, KV], the softmax's ``top``, ``total`` and ``sums`` per row. ``tree``: `TreeRows`,
-    None where each row follows the last.
+    None where each row follows the last. ``choice``: `Choice`, None where rows see all before them.
     """
     half, b, tile = (pl.program_id(axis) for axis in range(3))
     b, place = kind.halves.place(half, b)
@@ -111,13 +140,19 @@ def _attend_tile(
     def attend_block(slot, block):
         pl.when((block + 1) * keys > base)(lambda: _clear_from(base, blocks, slot, block))
         position = block * keys + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+        real = position < base
+        real = real if choice is None else real & choice.sees(row, choice.ahead[slot])
         for head in range(own):
-            attend(head, blocks[slot, :, head].reshape(keys, -1), position, position < base)
+            attend(head, blocks[slot, :, head].reshape(keys, -1), position, real)
 
     def copies(block, slot):
         for index in range(block_pages):
             source = pool.at[number(block * block_pages + index), heads]
             yield pltpu.make_async_copy(source, blocks.at[slot, index], arrived.at[slot])
+        if choice is not None:
+            yield pltpu.make_async_copy(
+                choice.marks.at[b, tile, block], choice.ahead.at[slot], arrived.at[slot]
+            )
 
     earliest = _earliest(kind, offset if tree is None else _nearest(start, offset))
     begin, end = kind.halves.blocks(half, div(earliest, keys), div(base + keys - 1, keys))
@@ -137,7 +172,9 @@ def _attend_tile(
         @pl.when(kind.halves.has_new(half))
         def _(head=head):
             if tree is None:
-                attend(head, staged[head], position, position < start + kind.rows)
+                real = position < start + kind.rows
+                real = real if choice is None else real & choice.sees(row, choice.own[0, 0])
+                attend(head, staged[head], position, real)
             else:
                 own = tree.sees(tile * kind.tile_rows + row, place - inside)
                 attend(head, staged[head], position, own)

@@ -10,11 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_bridge.kernels.halves import Halves
 from jax_bridge.kernels.online_softmax import LOWEST, VMEM, joined
-from jax_bridge.kernels.pallas_body import Kind, attend_to_pages, attend_to_pages_by_tree
+from jax_bridge.kernels.pallas_body import (
+    Kind,
+    attend_to_pages,
+    attend_to_pages_by_choice,
+    attend_to_pages_by_tree,
+)
 from torch_dflash.ops.paged_attention import LANES
 from torch_dflash.plan import TILE
 
@@ -27,6 +32,7 @@ def pallas_paged_attention(
     start: Int[Array, " B"],
     sinks: Float[Array, "G heads"] | None = None,
     tree: Any = None,
+    chosen: Bool[Array, "B M S"] | None = None,
     *,
     k_dim: int,
     scale: float,
@@ -49,6 +55,7 @@ def pallas_paged_attention(
         start: positions already in the pages.
         sinks: one learned logit per query head.
         tree: `torch_dflash.ops.trees.Tree` of arrays, of the M rows; None: each row follows the last.
+        chosen: the positions that each row of a chain sees, of those up to itself; None: all.
         block_keys: keys read at once.
         row_tile: most query rows (heads x M) of one program.
         shared: lanes of a value that lies in its key's first lanes (latents); 0: it lies behind the key.
@@ -74,9 +81,13 @@ def pallas_paged_attention(
     sinks = jnp.full((groups, heads), LOWEST) if sinks is None else sinks
     first = jnp.repeat(sinks.astype(jnp.float32), tile_rows, axis=1)[:, :, None]
 
-    by_tree = () if tree is None else _tree_rows(tree, start, heads, tile_rows)
-    call = _call(kind, tiled, pool, width, block_pages, table.shape[1] * pool.shape[2], interpret, by_tree)
-    out, *written = call(start, table.reshape(-1), *by_tree, tiled, fresh, halves.begin(first), pool)
+    keys, more = table.shape[1] * pool.shape[2], ()
+    if tree is not None:
+        more = _tree_rows(tree, start, heads, tile_rows)
+    elif chosen is not None:
+        more = _marks(chosen, start, tile_rows, keys, block_pages * pool.shape[2])
+    call = _call(kind, tiled, pool, width, block_pages, keys, interpret, more, tree is not None)
+    out, *written = call(start, table.reshape(-1), *more, tiled, fresh, halves.begin(first), pool)
     pool = written[0] if written else pool
     out = joined(out, query.dtype) if halves.keys == 2 else out
     out = _swap(out, (batch, groups, tiles, heads, tile_rows, width)).reshape(*query.shape[:-1], width)
@@ -106,6 +117,26 @@ def _tree_rows(tree: Any, start: Array, heads: int, tile_rows: int) -> tuple[Arr
     return depth.reshape(batch, rows // tile_rows, -1, 1), jnp.stack([end, position], axis=1)
 
 
+def _marks(chosen: Array, start: Array, tile_rows: int, slots: int, keys: int) -> tuple[Array, Array]:
+    """The arrays of `jax_bridge.kernels.pallas_body.Choice`: 0 and 1 in whole tiles, exact in bfloat16.
+
+    A row past all slots sees what is behind them, so that it sees something.
+    """
+    batch, rows, known = chosen.shape
+    staged, tiles = _staged_rows(rows), rows // tile_rows
+    padding = [(0, 0)] * 2 + [(0, slots + staged - known)]
+    marks = jnp.pad(chosen, padding, constant_values=True).astype(jnp.bfloat16)
+    base = start - start % TILE
+    own = jax.vmap(partial(jax.lax.dynamic_slice_in_dim, slice_size=staged, axis=1))(marks, base)
+    own = own.reshape(batch, tiles, tile_rows, staged)
+    held = marks[..., :slots].reshape(batch, tiles, tile_rows, -1, keys).swapaxes(2, 3)
+
+    def whole(marks: Array) -> Array:
+        return jnp.pad(marks, [(0, 0)] * (marks.ndim - 2) + [(0, -tile_rows % TILE), (0, 0)])
+
+    return whole(held), whole(own)
+
+
 def _call(
     kind: Kind,
     query: Array,
@@ -114,11 +145,12 @@ def _call(
     block_pages: int,
     keys: int,
     interpret: Any,
-    by_tree: tuple[Array, ...] = (),
+    more: tuple[Array, ...],
+    by_tree: bool,
 ) -> Callable:
-    """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place.
+    """``(start, table, *more, query, fresh, sinks, pool) -> (out, pool)``, the pool in place.
 
-    With ``by_tree``, given after ``table``, the result is ``(out,)``: nothing is written.
+    ``more``: of a choice, or ``by_tree``: the result is then ``(out,)``, for nothing is written.
     """
     batch, groups, tiles, height, depth = query.shape
     page, lanes = pool.shape[2:]
@@ -140,15 +172,22 @@ def _call(
         return halves.place(half, b)[0], tile, 0, 0
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    tree_specs = [pl.BlockSpec((1, 1, height, 1), of_tile), pl.BlockSpec((1, 2, staged), of_sequence)]
-    written = [] if by_tree else [(jax.ShapeDtypeStruct(pool.shape, pool.dtype), in_hbm)]
+    body, specs, ahead = attend_to_pages, [], []
+    if by_tree:
+        body = attend_to_pages_by_tree
+        specs = [pl.BlockSpec((1, 1, height, 1), of_tile), pl.BlockSpec((1, 2, staged), of_sequence)]
+    elif more:
+        body, marks = attend_to_pages_by_choice, more[0]
+        specs = [in_hbm, pl.BlockSpec((1, 1, marks.shape[3], staged), of_tile)]
+        ahead = [pltpu.VMEM((2, *marks.shape[3:]), marks.dtype)]
+    written = [] if by_tree else [(pltpu.HBM(pool.shape, pool.dtype), in_hbm)]
     return pl.pallas_call(
-        partial(attend_to_pages_by_tree if by_tree else attend_to_pages, kind),
+        partial(body, kind),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(*halves.grid, tiles),
             in_specs=[
-                *(tree_specs if by_tree else ()),
+                *specs,
                 by_tile(depth, halves.place),
                 pl.BlockSpec(
                     (1, own, kind.rows, lanes), lambda half, b, tile, *_: (*halves.place(half, b), 0, 0)
@@ -163,10 +202,11 @@ def _call(
                 *(pltpu.VMEM((own, height, size), jnp.float32) for size in (LANES, LANES, width)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA,
+                *ahead,
             ],
         ),
         out_shape=[made, *(shape for shape, _ in written)],
-        input_output_aliases={} if by_tree else {5: 1},
+        input_output_aliases={} if by_tree else {5 + len(more): 1},
         # No half reads the other's writes: each core of a chip with two runs one.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM

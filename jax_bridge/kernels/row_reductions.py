@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from torch_dflash.ops.paged_attention import LANES
 
 
 @jax.custom_jvp
@@ -186,3 +188,29 @@ def spread_by_scatter(ids: Array, values: Array, *, size: int) -> Array:
     batch, rows = jnp.indices(ids.shape[:2], sparse=True)
     empty = jnp.zeros((*ids.shape[:2], size), values.dtype)
     return empty.at[batch[..., None], rows[..., None], ids].add(values)
+
+
+def marked_jax(ids: Int[Array, "B M K"], *, size: int) -> Bool[Array, "B M V"]:
+    """`torch_dflash.ops.spread.marked`: a product on a TPU, else a scatter."""
+    product, scatter = (partial(form, size=size) for form in (mark_by_product, mark_by_scatter))
+    return jax.lax.platform_dependent(ids, tpu=product, default=scatter)
+
+
+def mark_by_product(ids: Int[Array, "B M K"], size: int) -> Bool[Array, "B M V"]:
+    """Ids as ``128 high + low``: ones at each high times ones at each low, exact in bfloat16.
+
+    A scatter runs id by id.
+    """
+    high, low = ids // LANES, ids % LANES
+    highs = (jnp.arange(-(-size // LANES), dtype=ids.dtype)[:, None] == high[..., None, :]).astype(
+        jnp.bfloat16
+    )
+    lows = (jnp.arange(LANES, dtype=ids.dtype)[:, None] == low[..., None, :]).astype(jnp.bfloat16)
+    found = jnp.einsum("bmhk,bmlk->bmhl", highs, lows, preferred_element_type=jnp.float32)
+    return found.reshape(*ids.shape[:2], -1)[..., :size] > 0.5
+
+
+def mark_by_scatter(ids: Int[Array, "B M K"], size: int) -> Bool[Array, "B M V"]:
+    """A scatter of ones."""
+    batch, rows = jnp.indices(ids.shape[:2], sparse=True)
+    return jnp.zeros((*ids.shape[:2], size), bool).at[batch[..., None], rows[..., None], ids].set(True)

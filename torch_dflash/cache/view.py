@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torch_dflash.ops.attention import AttentionInputs, finite_values, visible
-from torch_dflash.ops.spread import spread
+from torch_dflash.ops.spread import marked
 from torch_dflash.ops.trees import Tree
 from torch_dflash.ops.windows import positions, reach
 
@@ -96,8 +96,7 @@ class CacheView(Cache):
     def chosen(self, indices: Int[Tensor, "B M K"]) -> Bool[Tensor, "B one M S"]:
         """A choice as a mask; layers that share the choice share the mask."""
         if self._choice is None or self._choice[0] is not indices:
-            mask = spread(indices, torch.ones_like(indices), self._choosable) > 0
-            self._choice = indices, mask[:, None]
+            self._choice = indices, marked(indices, self._choosable)[:, None]
         return self._choice[1]
 
     def get_conv_state(self, layer_idx, state_idx=0):

@@ -1,9 +1,9 @@
-"""Sums over ids of a vocabulary and over stacks of experts, and the largest logits."""
+"""Sums over ids of a vocabulary and over stacks of experts, marks of ids, and the largest logits."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from torch_dflash.ops.lowerable import lowerable
@@ -17,6 +17,16 @@ def spread(ids: Int[Tensor, "B M K"], values: Shaped[Tensor, "B M K"], size: int
     """
     empty = torch.zeros(*ids.shape[:2], size, dtype=values.dtype, device=values.device)
     return empty.scatter_add(2, ids.long(), values)
+
+
+@lowerable
+def marked(ids: Int[Tensor, "B M K"], size: int) -> Bool[Tensor, "B M V"]:
+    """Whether an id below ``size`` is among those of a row, which differ.
+
+    On a TPU `jax_bridge.ops` multiplies instead of a scatter.
+    """
+    empty = torch.zeros(*ids.shape[:2], size, dtype=torch.bool, device=ids.device)
+    return empty.scatter(2, ids.long(), True)
 
 
 @lowerable
