@@ -308,7 +308,7 @@ def latents_aot() -> str:
 
 
 def index_aot() -> str:
-    """What GLM-5.2's indexer, its top-k and the marks move: the layers with them less those without."""
+    """The MB that GLM-5.2's indexer, its top-k and the marks move: layers with them less those without."""
     found = result("latents_aot")["attention"]
     moved = {(one["model"], one["context"], one["topology"]): one["hbm_bytes"] for one in found}
     own = [one for one in found if one["model"] == GLM]

@@ -85,7 +85,7 @@ def pools(sizes: Sizes, context: int) -> list[Any]:
 
 
 def rows_of(sizes: Sizes) -> dict[str, Any]:
-    """What the projections of a pass make."""
+    """Arrays that the projections of a pass make."""
     (heads, widths, layers, indexer), given = sizes, {}
     given["query"] = [shape(1, heads, ROWS, widths.nope + widths.rope)] * layers
     given["latent"] = [shape(1, 1, ROWS, widths.rank)] * layers

@@ -122,13 +122,8 @@ def _attend_tile(
         offset = pl.multiple_of(rem(position, page), TILE)
         return pool.at[number(div(position, page)), heads, pl.ds(offset, TILE)]
 
-    @pl.when(kind.halves.writes(half, tile))
-    def _():
-        old = pltpu.make_async_copy(tile_at(base), staged.at[:, pl.ds(0, TILE)], left)
-        old.start()
-        old.wait()
-        _merge(kind, staged, fresh, inside)
-
+    take_in = partial(_take_in, kind, staged, fresh, inside, left)
+    pl.when(kind.halves.writes(half, tile))(lambda: take_in(tile_at(base)))
     running = SoftmaxRefs(top, total, sums)
     running.begin(first[...])
     offset = start + tile * kind.tile_rows
@@ -140,19 +135,17 @@ def _attend_tile(
     def attend_block(slot, block):
         pl.when((block + 1) * keys > base)(lambda: _clear_from(base, blocks, slot, block))
         position = block * keys + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
-        real = position < base
-        real = real if choice is None else real & choice.sees(row, choice.ahead[slot])
+        seen = True if choice is None else choice.sees(row, choice.ahead[slot])
         for head in range(own):
-            attend(head, blocks[slot, :, head].reshape(keys, -1), position, real)
+            attend(head, blocks[slot, :, head].reshape(keys, -1), position, (position < base) & seen)
 
     def copies(block, slot):
         for index in range(block_pages):
             source = pool.at[number(block * block_pages + index), heads]
             yield pltpu.make_async_copy(source, blocks.at[slot, index], arrived.at[slot])
         if choice is not None:
-            yield pltpu.make_async_copy(
-                choice.marks.at[b, tile, block], choice.ahead.at[slot], arrived.at[slot]
-            )
+            marks = choice.marks.at[b, tile, block]
+            yield pltpu.make_async_copy(marks, choice.ahead.at[slot], arrived.at[slot])
 
     earliest = _earliest(kind, offset if tree is None else _nearest(start, offset))
     begin, end = kind.halves.blocks(half, div(earliest, keys), div(base + keys - 1, keys))
@@ -172,9 +165,8 @@ def _attend_tile(
         @pl.when(kind.halves.has_new(half))
         def _(head=head):
             if tree is None:
-                real = position < start + kind.rows
-                real = real if choice is None else real & choice.sees(row, choice.own[0, 0])
-                attend(head, staged[head], position, real)
+                seen = True if choice is None else choice.sees(row, choice.own[0, 0])
+                attend(head, staged[head], position, (position < start + kind.rows) & seen)
             else:
                 own = tree.sees(tile * kind.tile_rows + row, place - inside)
                 attend(head, staged[head], position, own)
@@ -182,6 +174,14 @@ def _attend_tile(
         out[0, head, 0] = result(head).astype(out.dtype)
 
     copy_out(lambda copy: copy.wait())
+
+
+def _take_in(kind, staged, fresh, inside, left, tile):
+    """The pool's ``tile`` of the first row, and the new rows, in ``staged``."""
+    old = pltpu.make_async_copy(tile, staged.at[:, pl.ds(0, TILE)], left)
+    old.start()
+    old.wait()
+    _merge(kind, staged, fresh, inside)
 
 
 def _clear_from(base, blocks, slot, block):

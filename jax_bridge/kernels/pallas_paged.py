@@ -137,6 +137,25 @@ def _marks(chosen: Array, start: Array, tile_rows: int, slots: int, keys: int) -
     return whole(held), whole(own)
 
 
+def _further(halves: Halves, more: tuple[Array, ...], by_tree: bool, staged: int) -> tuple[Any, list, list]:
+    """The kernel, and the blocks and further memory of the arrays ``more`` of a tree or a choice."""
+
+    def of_sequence(half, b, tile, *_):
+        return halves.place(half, b)[0], 0, 0
+
+    def of_tile(half, b, tile, *_):
+        return halves.place(half, b)[0], tile, 0, 0
+
+    if by_tree:
+        depth = pl.BlockSpec((1, 1, more[0].shape[2], 1), of_tile)
+        return attend_to_pages_by_tree, [depth, pl.BlockSpec((1, 2, staged), of_sequence)], []
+    if not more:
+        return attend_to_pages, [], []
+    marks = more[0]
+    specs = [pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec((1, 1, marks.shape[3], staged), of_tile)]
+    return attend_to_pages_by_choice, specs, [pltpu.VMEM((2, *marks.shape[3:]), marks.dtype)]
+
+
 def _call(
     kind: Kind,
     query: Array,
@@ -165,21 +184,8 @@ def _call(
             (1, own, 1, height, width), lambda half, b, tile, *_: (*place(half, b), tile, 0, 0)
         )
 
-    def of_sequence(half, b, tile, *_):
-        return halves.place(half, b)[0], 0, 0
-
-    def of_tile(half, b, tile, *_):
-        return halves.place(half, b)[0], tile, 0, 0
-
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    body, specs, ahead = attend_to_pages, [], []
-    if by_tree:
-        body = attend_to_pages_by_tree
-        specs = [pl.BlockSpec((1, 1, height, 1), of_tile), pl.BlockSpec((1, 2, staged), of_sequence)]
-    elif more:
-        body, marks = attend_to_pages_by_choice, more[0]
-        specs = [in_hbm, pl.BlockSpec((1, 1, marks.shape[3], staged), of_tile)]
-        ahead = [pltpu.VMEM((2, *marks.shape[3:]), marks.dtype)]
+    body, specs, ahead = _further(halves, more, by_tree, staged)
     written = [] if by_tree else [(pltpu.HBM(pool.shape, pool.dtype), in_hbm)]
     return pl.pallas_call(
         partial(body, kind),
