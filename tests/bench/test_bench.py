@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -110,8 +111,8 @@ def test_words_name_methods():
     assert [word.name for word in words][:3] == ["plain", "lookup", "lookup:128"]
     loads = []
 
-    def load(source):
-        loads.append(source)
+    def load(source, causal):
+        loads.append((source, "LM") if causal else source)
         return make_pair("qwen3")[1]
 
     methods = {method.name: method for method in make_methods(words, load)}
@@ -315,6 +316,17 @@ def test_figures_of_another_drafter_are_no_rows(world, tmp_path, capsys):
     status, out, _, found = run(f"dflash={tmp_path / 'v0'},lookup", "--walls", 1)
     assert status == 0 and "$" not in out and "dollars" not in found
     assert [*found["walls"]["one"]["methods"]] == ["plain", "dflash", "lookup"]
+    before = found
+    status, _, err, found = run("lookup,lookahead", "--walls", 1)
+    assert status == 2 and "times of dflash are kept" in err and found["walls"] == before["walls"]
+    status, _, err, _ = run("lookup", "--walls", 2)
+    assert status == 2 and "times of dflash are kept" in err
+    shape_of = tmp_path / "v0" / "config.json"
+    whole = shape_of.read_text()
+    shape_of.write_text(json.dumps(json.loads(whole) | {"rms_norm_eps": 0.1}))
+    status, _, err, _ = run(f"dflash={tmp_path / 'v0'}")
+    assert status == 2 and "are of another drafter" in err
+    shape_of.write_text(whole)
     for methods, words in (
         (f"dflash={tmp_path / 'v1'}", "are of another drafter; name another --json file"),
         (f"dflash={tmp_path / 'medusa'}", "is medusa, not dflash"),
@@ -332,6 +344,27 @@ def test_figures_of_another_drafter_are_no_rows(world, tmp_path, capsys):
     ):
         status, _, err, _ = run("lookup", *more)
         assert (status, words in err) == (2, True), (more, err)
+
+
+def test_a_target_with_options_of_its_own_is_compared_without_them(world, tmp_path, capsys):
+    """Its penalty and beams would change texts, and no command compiles them; a small model assists."""
+    prompts, folder = tmp_path / "one.jsonl", tmp_path / "target"
+    prompts.write_text('{"prompt": "alpha"}\n')
+    shutil.copytree(world.path, folder)
+    options = folder / "generation_config.json"
+    own = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "num_beams": 2}
+    options.write_text(json.dumps(json.loads(options.read_text()) | own))
+    methods = f"lookup,hf,hf-lookup,hf-assistant={world.path}"
+    words, json_file, _ = line(world, tmp_path, "--methods", methods, "--prompts", prompts, "--walls", 1)
+    words[words.index("--target") + 1] = str(folder)
+    assert main(words) == 0
+    rows = json.loads(json_file.read_text())["counts"]["one"]["methods"]
+    assert not any(row["parted"] for row in rows.values())
+    assert rows["hf-assistant"]["tokens_per_round"] >= 2  # the target itself
+    template = folder / "chat_template.jinja"
+    template.write_text("SYS " + template.read_text())
+    capsys.readouterr()
+    assert main(words) == 2 and "settings_checksum" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ def engine(runtime):
     return made(pair()[1], runtime)
 
 
-def begun(engine):
-    return engine.start(*pad(PROMPTS), **GREEDY)
+def begun(engine, prompts=PROMPTS):
+    return engine.start(*pad(prompts), **GREEDY)
 
 
 def check(engine):
@@ -217,10 +217,10 @@ def test_unrolled_passes_have_gradients_of_all_weights():
 
 
 @torch.no_grad()
-def decoding_is_the_definition(drafter, runtime="eager"):
+def decoding_is_the_definition(drafter, runtime="eager", prompts=PROMPTS):
     """Drafts of all rounds, against the definition and against the replay of the texts."""
-    decoded = made(drafter, runtime)
-    params, state, rounds = decoded.runtime.refresh(decoded.tensors()), begun(decoded), []
+    decoded = made(drafter, runtime, prefill_chunk_size=16)
+    params, state, rounds = decoded.runtime.refresh(decoded.tensors()), begun(decoded, prompts), []
     while not state.done.all():
         drafted, _ = decoded.pair.run(draft, params, state)
         for row in range(3):
@@ -248,6 +248,24 @@ def decoding_is_the_definition(drafter, runtime="eager"):
 @pytest.mark.parametrize("name", ["plain", "normed", "window", "own tables"])
 def test_decoding_drafts_what_definition_and_replay_draft(name):
     decoding_is_the_definition(variant(name))
+
+
+LONG = [[5, 17, 80, 33] * 5 + [2], [3, 1, 4], [9, 7] * 16 + [1]]
+"""Of two and three chunks."""
+
+
+def test_a_chunks_last_row_reads_the_token_that_comes_with_the_next_chunk(monkeypatch):
+    decoding_is_the_definition(pair()[1], prompts=LONG)
+    right = Eagle3Proposer.ingest
+
+    def same_at_the_end(self, pstate, features, ids, next_ids, count, embed):
+        inner = torch.arange(ids.shape[1]) < 15
+        return right(self, pstate, features, ids, torch.where(inner, next_ids, ids), count, embed)
+
+    monkeypatch.setattr(Eagle3Proposer, "ingest", same_at_the_end)
+    decoding_is_the_definition(pair()[1])  # shorter prompts do not tell
+    with pytest.raises(AssertionError):
+        decoding_is_the_definition(pair()[1], prompts=LONG)
 
 
 def same_token(patch):

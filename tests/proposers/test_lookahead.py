@@ -133,6 +133,18 @@ def check(engine):
     return greedy.acceptance_lengths, drawn.acceptance_lengths
 
 
+def test_a_window_of_one_is_saved(tmp_path):
+    """Its arrays have an axis of one entry, whose stride no type of bytes may follow."""
+    target, ids = TEXTS.target(), torch.tensor(PROMPTS[:1])
+    engine = td.compile(target, LookaheadProposer(3, 1, 2), runtime="eager", max_length=64)
+    state = engine.advance(engine.start(ids, max_new_tokens=NEW, eos_token_id=None, do_sample=False))
+    td.save_state(state, tmp_path / "state", engine)
+    state = td.load_state(tmp_path / "state", engine)
+    while not state.done.all():
+        state = engine.advance(state)
+    assert state.tokens[0, len(PROMPTS[0]) :][:NEW].tolist() == own(0)
+
+
 def test_text_is_the_targets_own_in_both_runtimes(tmp_path):
     eager, lowered = made(), made("xla")
     accepted = check(eager)

@@ -187,7 +187,7 @@ def test_parts_are_added_with_the_weights_kept():
         (convolved, "dflash2", {"conv_group_size": 16}, ["conv_group_size=16", "the drafter's own"]),
         (first, "convolutions", {"selector_top_k": 4}, ["selector_top_k=4", "which has none"]),
         (first, "dflash2", {"selector_top_k": 1}, ["selector_top_k=1", "head='convolutions'"]),
-        (second, "dflash2", {"freeze": True}, ["freeze=True", "no part is added"]),
+        (second, "dflash2", {"freeze": True}, ["freeze=True", "a head that adds parts"]),
         (first, "markov", {}, ["head='markov'", "dflash, convolutions, dflash2"]),
     ):
         with refuses(ValueError, *words):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ THEIRS = "hf", "hf-lookup", "hf-dflash", "hf-assistant"
 FORMS = "plain, lookup[:W], lookahead, hf, hf-lookup[:W], hf-dflash[=DIR], hf-assistant=DIR, " + ", ".join(
     [*(f"{head}[:W]=DIR" for head in HEADS), *(f"{tree}:ROWS[=DIR]" for tree in TREES)]
 )
+_ORIGIN = {"_name_or_path", "transformers_version", "dtype", "auto_map"}
 WIDEST = {"lookup": 512, "hf-lookup": 512} | dict.fromkeys((*HEADS, *TREES), 64)
 """The most rows by the kinds whose word may hold a number."""
 
@@ -86,22 +89,23 @@ def read_words(text: str) -> list[Word]:
     return [Word("plain", "plain", None, None), *(word for word in words if word.kind != "plain")]
 
 
-def make_methods(words: list[Word], load: Callable[[str], Any]) -> list[Method]:
-    """The methods of ``words``; ``load`` reads a drafter by its folder, hub id or ``demo``.
+def make_methods(words: list[Word], load: Callable[[str, bool], Any]) -> list[Method]:
+    """The methods of ``words``; ``load(source, causal)`` reads a drafter, or a causal LM that assists.
 
     Raises:
         ValueError: a drafter of another kind than its word's, or with a shorter block.
     """
     named = [word for kind in ("dflash", "dflash2") for word in words if word.kind == kind]
     first = named[0].source if named else None
-    loaded: dict[str, Any] = {}
+    loaded: dict[Any, Any] = {}
 
     def drafter(word: Word) -> Any:
         source = word.source or first
         assert source is not None
-        if source not in loaded:
-            loaded[source] = load(source)
-        return loaded[source]
+        key = source, word.kind == "hf-assistant"
+        if key not in loaded:
+            loaded[key] = load(*key)
+        return loaded[key]
 
     return [_method(word, drafter) for word in words]
 
@@ -120,7 +124,8 @@ def _method(word: Word, drafter: Callable[[Word], Any]) -> Method:
         return Method(word.name, theirs={"prompt_lookup_num_tokens": width - 1})
     own = drafter(word)
     same: Any = {"weights": sum(weight.numel() for weight in own.parameters())}
-    same |= {"checksum": checksum_of({name: one.detach().cpu() for name, one in own.state_dict().items()})}
+    weights = checksum_of({name: one.detach().cpu() for name, one in own.state_dict().items()})
+    same |= {"checksum": zlib.crc32(settings_of(own.config).encode(), weights)}
     _check_kind(word, own)
     if word.kind.startswith("hf-"):
         more = {"speculation_type": "dflash"} if word.kind == "hf-dflash" else {}
@@ -128,6 +133,12 @@ def _method(word: Word, drafter: Callable[[Word], Any]) -> Method:
     if word.kind in TREES:
         return Method(word.name, TREES[word.kind](own, width), **same)
     return Method(word.name, own, verify_width=word.number, **same)
+
+
+def settings_of(config: Any) -> str:
+    """The fields of a model's config as JSON, without those that say where it is from."""
+    fields = config.to_dict()
+    return json.dumps({name: fields[name] for name in sorted(fields.keys() - _ORIGIN)}, default=str)
 
 
 def _check_kind(word: Word, drafter: Any) -> None:

@@ -210,16 +210,31 @@ def run(
                     f"{name}, {method.name}: the figures that are kept are of another drafter; name another "
                     "--json file."
                 )
-        asked_walls = {"answers": bench.options.walls}
-        timed = walls.get(name, {}) if walls.get(name, {}).items() >= asked_walls.items() else {}
-        if bench.options.walls and not {one.name for one in bench.methods} <= timed.get("methods", {}).keys():
-            # Methods take turns, so that a further one is timed with all.
+        if bench.options.walls and _lacks_walls(bench, name, walls.get(name, {})):
+            asked_walls = {"answers": bench.options.walls}
             found = {"methods": bench.walls(name, answers), "provenance": provenance()}
             walls[name] = asked_walls | found
             keep()
     if not any(own["methods"] for own in counts.values()):
         room = f"{bench.longest} tokens long, the room that max_new_tokens and max_prompt_tokens leave"
         raise StageError(f"no question of {', '.join(sets)} is at most {room}; lower or raise them.")
+
+
+def _lacks_walls(bench: Bench, name: str, kept: dict[str, Any]) -> bool:
+    """Whether methods are to be timed on a set; they take turns, so that a further one is timed with all.
+
+    Raises:
+        StageError: times of methods that are not named would be lost.
+    """
+    known, named = kept.get("methods", {}).keys(), {one.name for one in bench.methods}
+    if named <= known and kept["answers"] == bench.options.walls:
+        return False
+    if lost := sorted(known - named):
+        raise StageError(
+            f"{name}: times of {', '.join(lost)} are kept, and methods are timed in turn; name them "
+            "in --methods, too, or another --json file."
+        )
+    return True
 
 
 def _of_drafter(method: Method) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,8 @@ def run(arguments: SimpleNamespace) -> int:
 
 
 def _bench(arguments: SimpleNamespace) -> Bench:
+    from transformers import GenerationConfig
+
     from torch_dflash.bench.methods import make_methods, read_words
     from torch_dflash.bench.run import Bench
     from torch_dflash.cli.loading import load_named, load_named_drafter
@@ -124,8 +127,14 @@ def _bench(arguments: SimpleNamespace) -> Bench:
     with refusing(ValueError, before="--methods "):
         words = read_words(arguments.methods)
     loaded = load_named(arguments.target, None, **place)
+    # Penalties, bans and beams of the target's own are another comparison: ids alone are kept.
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    own = {name: getattr(loaded.target.generation_config, name) for name in ids}
+    loaded.target.generation_config = GenerationConfig(**own)
 
-    def load(source: str) -> Any:
+    def load(source: str, causal: bool) -> Any:
+        if causal:
+            return load_named(source, None, **place).target
         return load_named_drafter(source, **place, offered=["demo"])
 
     with refusing(ValueError, TypeError, before="--methods "):
@@ -136,16 +145,19 @@ def _bench(arguments: SimpleNamespace) -> Bench:
 
 def _identity(arguments: SimpleNamespace, bench: Bench) -> dict[str, Any]:
     """The options that all figures and texts of one file share."""
+    from torch_dflash.bench.methods import settings_of
     from torch_dflash.cli.train.stage import target_name
     from torch_dflash.storage.files import checksum_of
 
     # A fine-tuned target may have the embedding of its base.
     some = {name: weight.detach().flatten()[:64].cpu() for name, weight in bench.target.named_parameters()}
+    settings = settings_of(bench.target.config), bench.tokenizer.chat_template, bench.stops
     names = ("limit", "max_new_tokens", "max_prompt_tokens", "batch_size", "runtime")
     return {
         "target": target_name(arguments.target),
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "target_checksum": checksum_of(some),
+        "settings_checksum": zlib.crc32("\n".join(map(str, settings)).encode()),
         "chat_template_kwargs": bench.template,
         **{name: getattr(bench.options, name) for name in names},
     }
@@ -165,7 +177,7 @@ def _kept(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{field}holds no figures of this command; name another file.") from error
     for name, value in options.items():
-        if before.get(name) != value:
+        if before.get(name, value) != value:
             raise UserError(f"{field}is with {name}={before.get(name)!r}, now {value!r}; name another file.")
     return content
 
@@ -186,5 +198,8 @@ def _derive(arguments: SimpleNamespace, bench: Bench, figures: dict[str, Any]) -
         context = arguments.context or CONTEXT
         sizes = {"context": context, "topology": topology, "status": print_status}
         rounds = derive_rounds(bench.target.config, drafters, **sizes)
-    figures["derived"] = {"topology": topology, "context": context, "batch": 1, "methods": rounds}
+    of = {"topology": topology, "context": context, "batch": 1}
+    kept = figures.get("derived", {})
+    before = kept["methods"] if kept.items() >= of.items() else {}  # of another chip they make place
+    figures["derived"] = of | {"methods": before | rounds}
     figures["derived"]["provenance"] = provenance()

@@ -112,7 +112,9 @@ def _runs(number: str) -> bool:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The values of a CPU tensor as bytes."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.contiguous().view(-1)
+    # Of one entry any stride is contiguous, and no other type may be read through it.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def checksum_of(tensors: dict[str, Tensor]) -> int:

@@ -54,7 +54,7 @@ def with_head(
         if given:
             raise ValueError(f"{given[0]}: the drafter's own is kept; leave it out.")
         if freeze:
-            raise ValueError(f"freeze=True with head={head!r}: no part is added, so nothing is learnt.")
+            raise ValueError(f"freeze=True with head={head!r}: pass a head that adds parts to {has!r}.")
         return drafter
     if head not in _GROWS.get(has, ()):
         raise ValueError(f"head={head!r}: the drafter's is {has!r}, and no part is removed; leave it out.")

@@ -98,6 +98,8 @@ def open_fit(directory: Path, student: Student, schedule: Schedule) -> AbstractC
         "feature_dtype": str(data.dtype).removeprefix("torch."),
     }
     settings |= asdict(schedule.options) | asdict(student.objective)
+    if not settings["freeze"]:
+        del settings["freeze"]  # folders of earlier releases do not say it
     settings |= {"target": student.target.name, "width": student.width, "taps": schedule.taps}
     settings |= {name: getattr(config, name) for name in kind.shape} | {"processes": schedule.processes}
     settings |= {"head": head_of(config)} | {name: getattr(config, name, None) for name in kind.sizes}
