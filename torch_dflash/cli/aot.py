@@ -52,9 +52,7 @@ def _check(arguments: SimpleNamespace) -> None:
         option("--passes", many=True, type=click.Choice(PASSES), default=PASSES, help="What is compiled."),
         *tpu.plan_options(),
         option("--rows", type=click.IntRange(2, 64), metavar="R", help=OF_TREE),
-        option("--quantize", type=click.Choice(("int8", "fp8", "mxfp4", "int4")),
-               help="Linear weights in int8, or the target's in FP8 with blocks of 128 x 128, or its experts "
-               "in MXFP4 or int4; one chip."),
+        tpu.QUANTIZE,
         option("--dump-hlo", metavar="DIR", help="Write each scheduled program there, as text."),
         flag("--kflat", help="Compile nothing: bytes and FLOPs of 1 to 1,024 verified rows, from shapes."),
         option("--acceptance", many=True, type=click.FloatRange(0, 1), metavar="P",

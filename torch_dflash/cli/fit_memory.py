@@ -9,6 +9,7 @@ import click
 
 from torch_dflash.cli import tpu
 from torch_dflash.cli.command import COUNT, command, flag, option
+from torch_dflash.cli.errors import UserError
 from torch_dflash.progress import print_status
 
 SOUGHT = ("batch", "context")
@@ -24,14 +25,22 @@ LARGER = (
     "Not even a few layers fit: a smaller --batch or --context, or a larger slice (--shapes-only says which)."
 )
 MEANING = """\
-Of one chip. Weights in bfloat16; every row has room for the whole context. Programs: the loop over rounds and
-a prompt's largest chunk, compiled with {layers} of the target's layers; the one that needs more counts.
-Slices: the smallest for one row of this context; programs are taken to need there what they need here."""
+Of one chip. Weights in {weights}; every row has room for the whole context. Programs: the loop over rounds
+and a prompt's largest chunk, compiled with {layers} of the target's layers; the one that needs more
+counts."""
 
 SHAPES = """\
-Of one chip. Weights in bfloat16; every row has room for the whole context. From shapes alone: what programs
-need while they run, and what the compiler fills tiles up with, is left out. Slices: the smallest for one
-row of this context."""
+Of one chip. Weights in {weights}; every row has room for the whole context. From shapes alone: what programs
+need while they run, and what the compiler fills tiles up with, is left out."""
+
+SLICES = """\
+Slices: the smallest for one row of this context; programs are taken to need there what they need here."""
+
+
+def _check(arguments: SimpleNamespace) -> None:
+    if arguments.quantize and arguments.mesh != 1:
+        raise UserError(f"--quantize {arguments.quantize}: is for one chip; pass --mesh 1, too.")
+    tpu.check_json(arguments)
 
 
 @command(
@@ -47,11 +56,12 @@ row of this context."""
         flag("--shapes-only", "programs", flag_value=False, default=True,
              help="Compile nothing: programs' own memory is left out, and the answer comes at once."),
         *tpu.plan_options(without=("pool_pages",)),
+        tpu.QUANTIZE,
     ],
     "Tell what a pair needs of each chip's memory, what fits, and which slice has room.",
     f"{tpu.NEEDS} Compiles a few layers, and the whole pair at the largest that fits: minutes for a large "
     "model.",
-    check=tpu.check_json,
+    check=_check,
 )  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
     """Compile and report; returns the exit status: 0, 1 if the pair does not fit, or 2."""
@@ -62,7 +72,7 @@ def run(arguments: SimpleNamespace) -> int:
 
 def _results(arguments: SimpleNamespace) -> dict[str, Any]:
     target, drafter = tpu.read_configs(arguments)
-    plan = tpu.plan_of(arguments)
+    plan = tpu.plan_of(arguments) | ({"quantize": arguments.quantize} if arguments.quantize else {})
     with tpu.offline(LARGER):
         from jax_bridge.aot.memory import fit_memory
 
@@ -101,7 +111,10 @@ def _table(found: dict[str, Any]) -> str:
         *(_largest(found, what) for what in found["largest"]),
         *(_slice(generation, needs) for generation, needs in found["slices"].items()),
         "",
-        MEANING.format(layers=found["layers_compiled"]) if found["layers_compiled"] else SHAPES,
+        (MEANING if found["layers_compiled"] else SHAPES).format(
+            layers=found["layers_compiled"], weights=plan.get("quantize", "bfloat16")
+        ),
+        *([SLICES] if found["slices"] else ()),
     ]
     return "\n".join(lines)
 

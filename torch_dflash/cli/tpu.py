@@ -28,6 +28,13 @@ PRINTED = "Write all figures there; alone or -: print them."
 CONFIG = "Directory, config.json or hub id; of a drafter none or ngram, too."
 NEEDS = "Needs configs and libtpu (pip install 'jax[tpu]'), neither weights nor a TPU."
 
+QUANTIZE = option(
+    "--quantize",
+    type=click.Choice(("int8", "fp8", "mxfp4", "int4")),
+    help="Linear weights in int8, or the target's in FP8 with blocks of 128 x 128, or its experts in MXFP4 "
+    "or int4; one chip.",
+)
+
 
 def pair_options() -> list[click.Parameter]:
     """``--model`` and ``--draft-model``, by their configs."""
