@@ -26,7 +26,7 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 """Options of ``from_pretrained`` for the place in a repository and for fetching."""
 CONVERTED = (
     "If transformers converts this checkpoint while loading (quantised weights, other names), "
-    "load it with from_pretrained of AutoModelForCausalLM, or of AutoModelForImageTextToText, and pass it."
+    "load it with AutoModelForCausalLM.from_pretrained, or AutoModelForImageTextToText's, and pass it."
 )
 
 
