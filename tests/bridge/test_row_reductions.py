@@ -277,3 +277,14 @@ def test_few_ids_are_compared_on_a_tpu(count, scatters):
     traced = jax.jit(lambda *given: spread_jax(*given, size=SIZE)).trace(ids, values)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert ("stablehlo.scatter" in text) == scatters
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_the_k_largest_or_smallest_are_torchs(largest, dim):
+    rows = torch.randperm(120, generator=torch.Generator().manual_seed(1)).view(8, 15).float()
+    got = lowered(lambda x: tuple(torch.topk(x, 3, dim=dim, largest=largest)), rows)
+    for one, other in zip(got, torch.topk(rows, 3, dim=dim, largest=largest), strict=True):
+        torch.testing.assert_close(one.long(), other.long())
+    tied = lowered(lambda x: tuple(torch.topk(x, 2, largest=largest)), torch.ones(4, 6))
+    assert tied[1].tolist() == [[0, 1]] * 4  # the lowest places first

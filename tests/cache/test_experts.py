@@ -37,6 +37,13 @@ def test_modules_of_transformers_are_ordinary_or_not(case, says):
     assert found and set(found) == {says}
 
 
+def test_a_gate_with_weights_is_not_ordinary():
+    experts = Experts(True, False, False, False)
+    assert ordinary(experts)
+    experts.act_fn = torch.nn.PReLU()
+    assert not ordinary(experts)
+
+
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("rows", [1, FEW_PAIRS // CHOSEN, FEW_PAIRS // CHOSEN + 1, 33])
 def test_equal_to_transformers(flags, rows):

@@ -75,6 +75,20 @@ def test_layers_that_expand_what_they_cache_choose_too():
         compiled(model, None, cache="paged")
 
 
+def test_layers_may_read_the_latents_of_a_layer_far_behind():
+    """Mistral-Large-4, across a layer without positions that stores its own."""
+    if "mistral_large4" not in hf.CONFIG_MAPPING:
+        pytest.skip("this transformers has no mistral_large4")
+    unset = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers"))
+    for sources in ([0, 0, 0, 3, 0, 0], [0, 1, 0, 3]):
+        config = CONFIGS["tiny_config"]("mistral_large4:shared").to_dict()
+        own = unset | {"num_hidden_layers": len(sources), "kv_source_layers": sources}
+        config = hf.CONFIG_MAPPING["mistral_large4"](**config | {"text_config": config["text_config"] | own})
+        auto = hf.AutoModelForImageTextToText
+        model = randomise(auto.from_config(config, dtype=torch.float32).eval(), 3)
+        assert walk_gap(model) < RIGHT
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_layers_may_read_the_latents_of_another(cache):
     """Mistral-Large-4: such a layer keeps a copy."""
@@ -200,7 +214,7 @@ def test_rows_of_slots_and_saved_states_keep_their_keys(cache, tmp_path):
     first = len(PROMPTS[0])
     assert state.tokens[0, first : first + NEW].tolist() == own[0]
     narrow = compiled(made("deepseek_v32", index_head_dim=12), td.NGramProposer(4), cache=cache, batch_size=1)
-    with refuses(ValueError, "a layer of the state's target", "index=8", "index=12"):
+    with refuses(ValueError, "a layer of the state's target", "'index': 8", "'index': 12"):
         td.load_state(tmp_path / "state", narrow)
 
 

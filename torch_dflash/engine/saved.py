@@ -118,7 +118,9 @@ def describe_proposer(engine: Engine) -> str:
 
 def describe_layers(engine: Engine) -> str:
     """The caches of the target's layers, as text: pages of whole tiles have one shape for several widths."""
-    return "; ".join(map(str, engine.pair.target.specs))
+    specs = map(dataclasses.asdict, engine.pair.target.specs)
+    # Without fields that say nothing, which later releases may add.
+    return "; ".join(str({name: one for name, one in spec.items() if one}) for spec in specs)
 
 
 def check_layers(saved: str | None, own: str, file: Path) -> None:

@@ -75,15 +75,14 @@ class RecordingCache(Cache):
         self.wide: set[int] = set()
         self.beyond_sdpa: set[str] = set()
         self._made: list[tuple[Tensor, Callable]] = []
-        self._handed: tuple[Tensor, Tensor] | None = None
-        self._handed_by = -1
+        self._handed: dict[int, tuple[Tensor, Tensor]] = {}
         # Layers that asked for a state and have not used it.
         self._pending_states: dict[int, tuple[int, Tensor | None]] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx in self.shapes:
             raise Refusal(f"layer {layer_idx} caches keys and values more than once a forward")
-        self._handed, self._handed_by = (key_states, value_states), layer_idx
+        self._handed[layer_idx] = key_states, value_states
         self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
         return key_states, value_states
 
@@ -123,16 +122,16 @@ class RecordingCache(Cache):
         self.windows[layer_idx] = more.get("sliding_window")
         self.calls.attended(layer_idx)
         given = (inputs.value, inputs.key) if inputs.shared else (inputs.key, inputs.value)
-        own = self._handed is not None and all(map(is_, given, self._handed))
+        source = next((at for at, pair in self._handed.items() if all(map(is_, given, pair))), None)
         if inputs.shared:
             # Of a layer that expands, an engine's cache hands all positions, not the rows' own.
-            if not own or self._handed_by in self.latent:
+            if source is None or source in self.latent:
                 raise Unabsorbed
             self.shared.add(layer_idx)
             width, inputs = inputs.value.shape[3], inputs.joined()
             self.shapes[layer_idx] = 1, inputs.key.shape[3], width
             return attend_densely(inputs, inputs.key, inputs.value[..., :width], None)
-        if not own:
+        if source is None or source != max(self._handed):
             self.latent.add(layer_idx)
         return attend_densely(inputs, inputs.key, inputs.value, None)
 
