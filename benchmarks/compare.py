@@ -271,7 +271,7 @@ def check_equal(homes: dict[str, Path]) -> None:
     for name, home in homes.items():
         settings = json.loads((home / MANIFEST).read_text())
         last = max(line["step"] for line in read_log(home / "log.jsonl"))
-        facts[name] = {key: settings.get(key) for key in EQUAL} | {"last step": last}
+        facts[name] = {key: ({"freeze": False} | settings)[key] for key in EQUAL} | {"last step": last}
     (first, known), *others = facts.items()
     for name, found in others:
         for key, value in known.items():

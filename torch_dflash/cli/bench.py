@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 METHODS = "plain,lookup,lookahead,hf,hf-lookup"
 CHANGED, CONTEXT = 1, 4096
+NEW = "settings_checksum"
+"""The one option that files of earlier releases lack."""
 
 
 def _check(arguments: SimpleNamespace) -> None:
@@ -157,7 +159,7 @@ def _identity(arguments: SimpleNamespace, bench: Bench) -> dict[str, Any]:
         "target": target_name(arguments.target),
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "target_checksum": checksum_of(some),
-        "settings_checksum": zlib.crc32("\n".join(map(str, settings)).encode()),
+        NEW: zlib.crc32("\n".join(map(str, settings)).encode()),
         "chat_template_kwargs": bench.template,
         **{name: getattr(bench.options, name) for name in names},
     }
@@ -177,7 +179,7 @@ def _kept(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{field}holds no figures of this command; name another file.") from error
     for name, value in options.items():
-        if before.get(name, value) != value:
+        if before.get(name) != value and (name in before or name != NEW):
             raise UserError(f"{field}is with {name}={before.get(name)!r}, now {value!r}; name another file.")
     return content
 
