@@ -44,6 +44,21 @@ mkdir -p "$results"
 figure qwen3.5-27b qwen3.5-27b "${eight[@]}" --topology v6e:2x2 --mesh 4
 figure qwen3.5-35b-a3b qwen3.5-35b-a3b "${eight[@]}" --topology v6e:2x2 --mesh 4
 figure qwen3-next-80b-a3b qwen3-next-80b-a3b "${eight[@]}" --topology v6e:2x4 --mesh 8
+# GLM-5.2 and DeepSeek-V3 with 16 of their 256 experts: the first layers, with every kind among them.
+latent=(--cache paged --drafter ngram --block 16 --passes verify --passes round)
+glm=(glm-5.2-16-experts "${latent[@]}" --layers 6) name=glm-5.2-16-experts-6-layers
+for chip in v5p:2x2x1 v6e:2x2 v5e:2x2; do
+    results=docs/results/aot figure "$name-paged-16-${chip%%:*}" "${glm[@]}" --topology "$chip"
+    results=docs/results/aot figure "$name-32k-paged-16-${chip%%:*}" "${glm[@]}" --topology "$chip" --context 32768
+done
+results=docs/results/slices_latents
+mkdir -p "$results"
+figure "$name" "${glm[@]}" --topology v5p:2x2x1 --mesh 4
+figure "$name-32k" "${glm[@]}" --topology v5p:2x2x1 --mesh 4 --context 32768
+deep=(deepseek-v3-16-experts "${latent[@]}" --layers 4)
+figure deepseek-v3-16-experts-4-layers "${deep[@]}" --topology v5p:2x2x1 --mesh 4
+figure deepseek-v3-16-experts-4-layers-32k "${deep[@]}" --topology v5p:2x2x1 --mesh 4 --context 32768
+figure kimi-k2.5-16-experts-2-layers kimi-k2.5-16-experts "${latent[@]}" --layers 2 --topology v6e:2x4 --mesh 8
 results=docs/results/quantised
 mkdir -p "$results"
 figure qwen3-4b-int8-paged-16 qwen3-4b --cache paged --quantize int8

@@ -37,9 +37,9 @@ def slices_aot() -> str:
 
 
 def slices_hybrids() -> str:
-    """The bytes of each chip in a round of targets with recurrent layers, and the exchanges of the chips."""
+    """The bytes of each chip in a round, and the exchanges of the chips: recurrent layers, and latents."""
     rows = []
-    for path in sorted((RESULTS / "slices_hybrids").glob("*.json")):
+    for path in sorted(RESULTS.glob("slices_hybrids/*.json")) + sorted(RESULTS.glob("slices_latents/*.json")):
         found = json.loads(path.read_text())
         moved, floor = found["round_hbm_bytes"], found["round_floor_bytes"]
         exchanged = found["exchanges"]["round"]
@@ -47,7 +47,7 @@ def slices_hybrids() -> str:
         most = max(one["bytes"] for one in sums)
         rows.append(
             [
-                f"[{path.stem}](results/slices_hybrids/{path.name})",
+                f"[{path.stem}](results/{path.parent.name}/{path.name})",
                 f"{found['topology']}, {found['chips']}",
                 f"{moved / 1e9:.3f}",
                 f"{floor / 1e9:.3f}",

@@ -35,6 +35,7 @@ from jax_bridge.mesh.cut import Cut
 from jax_bridge.mesh.heads import (
     append_on_slice,
     block_on_slice,
+    by_head_on_slice,
     dense_on_slice,
     paged_on_slice,
     write_on_slice,
@@ -54,7 +55,7 @@ from torch_dflash.ops.attention import (
 )
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked, on_host, repeat
-from torch_dflash.ops.latents import halves
+from torch_dflash.ops.latents import by_head, halves
 from torch_dflash.ops.paged_attention import Pages, append_pages, paged_attention
 from torch_dflash.ops.spread import likeliest, marked, spread, stacked_linear, stacked_sum
 from torch_dflash.ops.windows import put_slot, take_slot, write_rows
@@ -211,6 +212,11 @@ def _halves(weight, widths):
     return call_jax(part, weight)
 
 
+def _by_head(rows, stack, transposed):
+    multiply = partial(call_torch, partial(by_head.plain, transposed=transposed))
+    return call_jax(_on_slice(by_head_on_slice, multiply), rows, stack)
+
+
 def _stacked_sum(stack, dtype):
     own = current()
     if own is None or stack.shape[0] % own.mesh.size:
@@ -317,9 +323,8 @@ def paged_by_choice_jax(inputs, pages):
 
 
 def _paged_attention(inputs, pages):
-    if inputs.chosen is not None:
-        return call_jax(paged_by_choice_jax, inputs, pages)
-    return call_jax(_on_slice(paged_on_slice, paged_attention_jax), inputs, pages)
+    attend = paged_attention_jax if inputs.chosen is None else paged_by_choice_jax
+    return call_jax(_on_slice(paged_on_slice, attend), inputs, pages)
 
 
 def _block_attention(inputs, past, causal):
@@ -407,6 +412,7 @@ LOWERED = {
     mix_experts: _mix_experts,
     stacked_sum: _stacked_sum,
     halves: _halves,
+    by_head: _by_head,
     branch: _branch,
     repeat: _repeat,
     chunked: _chunked,

@@ -32,7 +32,8 @@ def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
 
     def weight(name: str, leaf: Any) -> Any:
         partition = place.partitions[name]
-        return in_format(shape_at(leaf, partition.place, by_rows=True), partition)
+        at = jax.tree.map(partial(shape_at, place=partition.place, by_rows=True), leaf)
+        return in_format(at, partition)
 
     weights = {name: weight(name, leaf) for name, leaf in params.items()}
     given = jax.eval_shape(partial(cut_tails, blocks=place.slice.blocks), (state, *more))
@@ -47,6 +48,7 @@ def floor_on_slice(model: Any, place: OnMesh, context: int) -> Floor:
     configs = [model.pair.target.config, *([] if drafter is None else [drafter.config])]
     kv = place.mesh.shape[KV]
     shares = [kv if heads_of(config).groups in place.slice.groups else 1 for config in configs]
+    shares[0] = 1 if place.slice.latents else shares[0]
     states = place.mesh.size if place.slice.blocks else 1
     return floor_of(model.pair, parts, context, Shares(shares[0], shares[-1], states))
 

@@ -198,8 +198,8 @@ def _load(
     parts = match(model, renamed(model, weights), source)
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
-    partitions = None if mesh is None else partitions_of_target(model, mesh)
     latents = weights_of(find_latents(model))
+    partitions = None if mesh is None else partitions_of_target(model, mesh, latents)
     rules = LayoutRules.of(model, model.get_output_embeddings(), latents, quantize=quantize)
     coded = _coded(parts, rules.linear - latents.keys()) if keep_codes else set()
     stored_bytes = {name: parts[name][0].nbytes for name in coded}

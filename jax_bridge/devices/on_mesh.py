@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,7 +63,10 @@ class OnMesh:
 
     def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
         """One chip's part of weights by name and of a state, all as shapes."""
-        own = {name: part_of(leaf, self.partitions[name].place) for name, leaf in weights.items()}
+        places = {name: self.partitions[name].place for name in weights}
+        own = {
+            name: jax.tree.map(partial(part_of, where=places[name]), leaf) for name, leaf in weights.items()
+        }
         return own, jax.tree.map(part_of, state, shardings(state, self.slice))
 
     def host_output(self, step: Callable) -> Callable:

@@ -27,12 +27,14 @@ class Slice:
         groups: counts of K/V heads whose caches are cut.
         vocabularies: sizes of the logits that are cut.
         blocks: channels of queries, keys and values of recurrent layers that are cut; empty: they are whole.
+        latents: whether heads that attend to latents are cut. The latents are whole on every chip.
     """
 
     mesh: Mesh
     groups: frozenset[int]
     vocabularies: frozenset[int]
     blocks: tuple[int, ...] = ()
+    latents: bool = False
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -45,7 +47,9 @@ class Slice:
             _current.reset(token)
 
     def heads(self, groups: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """Specs of arrays [B, heads, ...] of query heads and of ``groups`` K/V heads."""
+        """Specs of arrays [B, heads, ...] of query heads and of ``groups`` K/V heads; latents are one."""
+        if groups == 1 and self.latents:
+            return P(None, ALL), WHOLE
         return (P(None, ALL), P(None, KV)) if groups in self.groups else (WHOLE, WHOLE)
 
     def on_parts(self, function: Callable, given: Any, made: Any) -> Callable:

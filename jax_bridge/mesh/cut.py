@@ -16,15 +16,15 @@ from jaxtyping import Array, Float, Int
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.weights.formats import OfOneArray
 
-COLUMN, ROW, GATHER, EXPERTS, BLOCKS = "column", "row", "gather", "experts", "blocks"
+COLUMN, ROW, GATHER, EXPERTS, BLOCKS, HEADS = "column", "row", "gather", "experts", "blocks", "heads"
 
 
 class Partition(NamedTuple):
     """The cut of a weight over a mesh, and the exchange of its product.
 
     ``kind``: "column" (outputs stay on their chips), "row" (inputs are cut, outputs are summed), "gather"
-    (outputs are gathered), "experts" (each chip has some experts), "blocks" (`InBlocks`); None: no product
-    uses the weight alone.
+    (outputs are gathered), "experts" (each chip has some experts), "blocks" (`InBlocks` of ``blocks``),
+    "heads" (`Halved` by ``blocks``, its widths); None: no product uses the weight alone.
     """
 
     mesh: Mesh
@@ -100,7 +100,7 @@ def rows_of_chip(chip: slice, partition: Partition) -> list[slice]:
 
 
 def in_format(array: Any, partition: Partition) -> Any:
-    """The format of an array that is cut by ``partition``."""
-    if partition.kind is None:
+    """The format of an array that is cut by ``partition``; `Halved` is its own."""
+    if partition.kind in (None, HEADS):
         return array
     return InBlocks(array, partition) if partition.kind == BLOCKS else Cut(array, partition)

@@ -13,7 +13,7 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past
 from torch_dflash.ops.paged_attention import Pages
 
-ARRAYS = ("query", "key", "value", "start", "sinks", "tree")
+ARRAYS = ("query", "key", "value", "start", "sinks", "tree", "chosen")
 """The fields of `AttentionInputs` that hold arrays."""
 
 
@@ -61,6 +61,12 @@ def write_on_slice(own: Slice, write: Callable, buffer: Any, rows: Any, start: A
     return own.on_parts(write, (spec, spec, WHOLE, WHOLE), spec)(buffer, rows, start, count)
 
 
+def by_head_on_slice(own: Slice, multiply: Callable, rows: Any, stack: Any) -> Any:
+    """`multiply(rows, stack)` of `torch_dflash.ops.latents.by_head`."""
+    heads = P(None, ALL) if own.latents else WHOLE
+    return own.on_parts(multiply, (heads, P(ALL) if own.latents else WHOLE), heads)(rows, stack)
+
+
 def _specs(own: Slice, groups: int) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
     """Specs of (query, key, value, start, sinks), and of the output [B, M, Q, Dv]."""
     query, group = own.heads(groups)
@@ -71,7 +77,7 @@ def _specs(own: Slice, groups: int) -> tuple[tuple[PartitionSpec, ...], Partitio
 def _split(own: Slice, inputs: Any) -> tuple[tuple, tuple[PartitionSpec, ...], PartitionSpec]:
     """The arrays of `AttentionInputs`, their specs, and the output's."""
     given, made = _specs(own, inputs.key.shape[1])
-    return tuple(getattr(inputs, name) for name in ARRAYS), (*given, WHOLE), made
+    return tuple(getattr(inputs, name) for name in ARRAYS), (*given, WHOLE, WHOLE), made
 
 
 def _joined(inputs: Any, arrays: tuple) -> AttentionInputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_bridge.arrays import row_major, to_numpy
-from jax_bridge.mesh.cut import Cut, InBlocks, Partition, chip_by_chip, in_format, rows_of_chip
-from jax_bridge.weights.formats import plain
+from jax_bridge.mesh.cut import HEADS, Cut, InBlocks, Partition, chip_by_chip, in_format, rows_of_chip
+from jax_bridge.weights.formats import Halved, plain
+from torch_dflash.ops.latents import Widths, halves
 
 Index = tuple[slice, ...]
 
@@ -20,6 +22,8 @@ Index = tuple[slice, ...]
 def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition) -> Any:
     """A weight on its mesh, in its format; `read` returns a part by its index and is called once for each."""
     parts: dict[Any, np.ndarray] = {}
+    if partition.kind == HEADS:
+        return _place_halves(read, shape, partition)
 
     def part(index: Any) -> np.ndarray:
         index = index or ()
@@ -35,6 +39,27 @@ def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partiti
     return in_format(row_major(array), partition)
 
 
+def _place_halves(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition) -> Any:
+    """The `Halved` weight of latents, each chip with its heads."""
+    widths, parts = Widths(*partition.blocks), {}
+    size = widths.nope + widths.value
+
+    def part(index: Any, at: int) -> np.ndarray:
+        heads = index[0]
+        if heads.start not in parts:
+            rows = read((slice(heads.start * size, heads.stop * size), slice(None)))
+            parts[heads.start] = [to_numpy(half.contiguous()) for half in halves(rows, widths)]
+        return parts[heads.start][at]
+
+    arrays = [
+        jax.make_array_from_callback(
+            (shape[0] // size, width, widths.rank), partition.place, partial(part, at=at)
+        ).block_until_ready()
+        for at, width in enumerate((widths.nope, widths.value))
+    ]
+    return Halved(*arrays)
+
+
 def relocated(weight: Any, where: Partition | Any) -> Any:
     """A weight in its format on another mesh or device; itself, where it lies there already."""
     leaves = jax.tree.leaves(weight)
@@ -45,6 +70,8 @@ def relocated(weight: Any, where: Partition | Any) -> Any:
         return jax.tree.map(lambda leaf: row_major(jax.device_put(leaf, SingleDeviceSharding(where))), whole)
     if all(leaf.sharding == where.place for leaf in leaves):
         return weight
+    if where.kind == HEADS:
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, where.place), weight)
     array = _in_models_order(weight)
     array = chip_by_chip(plain(array), where) if where.blocks else array
     return in_format(row_major(jax.device_put(array, where.place)), where)

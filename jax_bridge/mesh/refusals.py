@@ -18,7 +18,9 @@ from torch_dflash.requests.rules import KINDS
 from torch_dflash.targets.scans import find_scans
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", *RECURRENT)
+INDEXED = ("axk2", "deepseek_v32", "glm_moe_dsa", "mistral_large4")
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "minicpm3", "mistral4", "youtu")
+FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", *LATENT, *INDEXED, *RECURRENT)
 """``model_type`` of targets whose texts on a mesh were compared with one device's."""
 DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer, BestNodes, UnionProposer)
 PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}
@@ -43,10 +45,13 @@ def check_target_on_mesh(target: Any) -> None:
     check_family(target.model)
     groups = heads_of(target.config).groups
     for at, spec in enumerate(target.specs):
-        if spec.kind != "recurrent" and (spec.kind != "attention" or spec.heads != groups):
+        if spec.kind in ("recurrent", "shared"):
+            continue
+        if spec.kind != "attention" or spec.heads != groups:
             raise ValueError(
                 f"layer {at} of the target caches {spec.heads} heads of kind {spec.kind!r}, and its config "
-                f"names {groups} K/V heads: on a mesh all layers must be alike; {ALONE}."
+                f"names {groups} K/V heads: in pieces only layers that cache these were tried, and latents "
+                f"without an adapter or a hook on kv_b_proj; {ALONE}."
             )
 
 

@@ -14,13 +14,16 @@ from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
 from jax_bridge.mesh.current import Slice
-from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW, Partition
+from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, HEADS, ROW, Partition
 from jax_bridge.mesh.mixers import blocks_of, mixer_partition
 from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut
+from torch_dflash.ops.latents import Widths
+from torch_dflash.targets.latents import weights_of
 
 P = PartitionSpec
 OURS = {
     "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
@@ -41,14 +44,23 @@ def heads_of(config: Any) -> Heads:
     return Heads(queries, getattr(text, "num_key_value_heads", None) or queries)
 
 
-def partitions_of_target(model: Any, mesh: Mesh) -> dict[str, Partition]:
-    """Partitions of all parameters and buffers of a causal LM by name; tied ones once."""
-    config, prefix = model.config.get_text_config(), f"{model.base_model_prefix}."
+def partitions_of_target(
+    model: Any, mesh: Mesh, latents: dict[str, Widths] | None = None
+) -> dict[str, Partition]:
+    """Partitions of all parameters and buffers of a causal LM by name; tied ones once.
+
+    ``latents``: widths of the weights of layers that attend to latents, by name.
+    """
+    config, decoder = model.config.get_text_config(), model.get_decoder()
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is decoder)
     plan = OURS | _understood(getattr(config, "base_model_tp_plan", None))
     experts = set(getattr(config, "base_model_ep_plan", None) or {})
     tables = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     partitions = _partitions(model, prefix, plan, experts, tables, heads_of(config), mesh)
     blocks = blocks_of(config, mesh)
+    for name, widths in (latents or {}).items():
+        cut = are_cut(heads_of(config), mesh)
+        partitions[name] = Partition(mesh, P(ALL), HEADS, widths) if cut else Partition(mesh)
     for name in partitions:
         if found := _MIXER.search(name):
             partitions[name] = mixer_partition(found[1], mesh, blocks) if blocks else Partition(mesh)
@@ -67,7 +79,9 @@ def partitions_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Partition]:
 
 def partitions_of(pair: Any, mesh: Mesh) -> dict[str, Partition]:
     """Partitions of all weights of a pair by name."""
-    found = _prefixed("target.model.", partitions_of_target(pair.target.model, mesh))
+    target = pair.target
+    found = partitions_of_target(target.model, mesh, weights_of(target.latents))
+    found = _prefixed("target.model.", found)
     drafter = getattr(pair.proposer, "drafter", None)
     if drafter is not None:
         path = next(name for name, module in pair.named_modules() if module is drafter)
@@ -88,6 +102,7 @@ def slice_of(pair: Any, mesh: Mesh) -> Slice:
         frozenset(own.groups for own in heads if own.groups not in whole),
         frozenset(size for size in rows if size % mesh.size == 0),
         blocks_of(pair.target.config, mesh),
+        bool(pair.target.latents) and are_cut(heads[0], mesh),
     )
 
 

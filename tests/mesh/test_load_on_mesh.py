@@ -66,12 +66,13 @@ print("checked")
 """
 
 
-def test_each_part_is_read_once_and_says_the_same(tmp_path):
-    target, _ = make_sliceable("qwen3_moe", "2x2", "v1")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_each_part_is_read_once_and_says_the_same(tmp_path, family):
+    target, _ = make_sliceable(family, "2x2", "v1")
     target.save_pretrained(tmp_path, max_shard_size="30KB")
     (tmp_path / "fp8").mkdir()
     publish("fp8", tmp_path / "fp8", block=32)  # a device's part of 16 ends inside of a block
-    code = LOAD.replace("FOLDER", str(tmp_path)).replace("FAMILY", "qwen3_moe")
+    code = LOAD.replace("FOLDER", str(tmp_path)).replace("FAMILY", family)
     assert run_on_four(["-c", code]).strip().endswith("checked")
 
 
@@ -107,7 +108,10 @@ print("checked")
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("family", "cache"), [("qwen3", "static"), ("qwen3", "paged"), ("qwen3_5", "paged")])
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [("qwen3", "static"), ("qwen3", "paged"), ("qwen3_5", "paged"), ("glm_moe_dsa", "paged")],
+)
 def test_a_state_moves_between_meshes(tmp_path, family, cache):
     code = STATES.replace("FILE", str(tmp_path / "state")).replace("CACHE", cache).replace("FAMILY", family)
     assert run_on_four(["-c", code]).strip().endswith("checked")

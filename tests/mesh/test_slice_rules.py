@@ -13,10 +13,11 @@ from support.tiny import BASE, FAMILIES, make_drafter
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW
+from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, HEADS, ROW
 from jax_bridge.mesh.rules import partitions_of_drafter, partitions_of_target
 from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut, devices_of, slice_mesh
 from jax_bridge.programs.lower import Programs
+from torch_dflash.targets.latents import find_latents, weights_of
 
 FIXED = {"max_length": 64, "prefill_chunk_size": 16}
 
@@ -60,6 +61,16 @@ def test_each_weight_of_a_target_lies_where_it_should(family):
         wanted |= {f"mlp.experts.{part}_proj_bias": (P(ALL), None) for part in ("gate_up", "down")}
         wanted |= {"self_attn.sinks": (P(ALL), None)}
     assert ways == wanted
+
+
+def test_each_weight_of_latents_lies_where_it_should():
+    target = target_of("deepseek_v3", num_hidden_layers=1)
+    wide = weights_of(find_latents(target))
+    ways = found(partitions_of_target(target, mesh_of(4, 1), wide))
+    own = {"self_attn.q_b_proj.weight": (P(ALL), COLUMN), "self_attn.kv_b_proj.weight": (P(ALL), HEADS)}
+    assert ways == own | {"self_attn.o_proj.weight": (P(None, ALL), ROW)} | MLP | TABLES
+    ways = found(partitions_of_target(target, AbstractMesh((1, 3), ALL), wide))  # four heads
+    assert not [name for name in ways if "self_attn" in name]
 
 
 def test_each_weight_of_a_drafter_lies_where_it_should():
@@ -135,8 +146,10 @@ def test_chips_of_one_slice_are_different_ones(tmp_path):
         jb.load(tmp_path, mesh=twice)
 
 
-def pair(mesh, family="qwen3", drafter=None, **options):
+def pair(mesh, family="qwen3", drafter=None, hooked=False, **options):
     target = make_hybrid(family) if family in KINDS else target_of(family)
+    for layer in target.model.layers if hooked else ():
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: 2 * out)
     drafts = None if drafter is None else make_drafter(target, vocab_size=100, **drafter)
     td.compile(target, drafts, mesh=mesh, **(FIXED | options))
 
@@ -145,7 +158,7 @@ def pair(mesh, family="qwen3", drafter=None, **options):
     ("given", "words"),
     [
         ({"family": "gemma2"}, ["model_type='gemma2'", "leave mesh out"]),
-        ({"family": "deepseek_v3"}, ["model_type='deepseek_v3'"]),
+        ({"family": "deepseek_v3", "hooked": True}, ["layer 0", "'latent'", "hook on kv_b_proj"]),
         ({"family": "kimi_linear"}, ["model_type='kimi_linear'", "its recurrent layers", "leave mesh out"]),
         ({"family": "lfm2"}, ["model_type='lfm2'", "its recurrent layers", "leave mesh out"]),
         ({"compute": "bfloat16"}, ["compute='bfloat16'", "with a mesh"]),

@@ -52,6 +52,25 @@ TREES += [
 ]
 
 
+LATENTS = [
+    Case("glm_moe_dsa", "paged", "4x1", "sampled", "v1"),
+    Case("glm_moe_dsa", "static", "whole", "filters", "v1"),
+    Case("deepseek_v3", "paged", "4x1", "sampled", "v1 union"),
+    Case("deepseek_v3", "paged", "whole", "greedy", "v1"),
+    Case("deepseek_v3", "static", "2x2", "greedy", "v1 tree", {"verify_width": "auto"}),
+    Case("kimi_k25", "paged", "2x2", "greedy", "dflash2"),
+    Case("mistral4", "paged", "4x1", "filters", "v1 union"),
+    Case("glm4_moe_lite", "static", "4x1", "sampled", "ngram"),
+    Case("axk1", "static", "4x1", "greedy", "v1"),
+    Case("deepseek_v2", "paged", "2x2", "sampled", "v1"),
+    Case("youtu", "paged", "4x1", "greedy", "v1 tree"),
+    Case("minicpm3", "static", "2x2", "sampled", "v1"),
+    Case("axk2", "paged", "2x2", "greedy", "v1"),
+    Case("deepseek_v32", "static", "4x1", "greedy", "dflash2"),
+    Case("mistral_large4", "paged", "4x1", "filters", "v1"),
+]
+
+
 def same(cases: list[Case]) -> None:
     for case, found in zip(cases, run_cases(cases), strict=True):
         assert found["one"] == found["four"], case
@@ -64,12 +83,14 @@ def test_four_devices_say_what_one_says(case):
     same([case._replace(runtime="eager")])
 
 
-def test_a_tree_on_four_devices_is_the_tree_of_one():
-    same([TREES[0]._replace(runtime="eager")])
+def test_trees_and_chosen_latents_on_four_devices_are_those_of_one():
+    same([case._replace(runtime="eager") for case in (TREES[0], LATENTS[0])])
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", COVER + OTHERS + TREES[1:], ids=lambda case: "-".join(case[:5]))
+@pytest.mark.parametrize(
+    "case", COVER + OTHERS + TREES[1:] + LATENTS[1:], ids=lambda case: "-".join(case[:5])
+)
 def test_the_same_of_every_kind(case):
     same([case])
 

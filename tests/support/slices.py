@@ -2,13 +2,16 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from jax_bridge.mesh.refusals import INDEXED, LATENT
 from support import COMPILE_FAST, ROOT
 from support.families import MORE
 from support.hybrids import SLICEABLE
@@ -17,6 +20,7 @@ from support.widths import mix
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.proposers.trees.proposer import TreeProposer
 from torch_dflash.proposers.union import Union
+from torch_dflash.targets.auto import auto_class
 
 FLAGS = f"--xla_force_host_platform_device_count=4 {COMPILE_FAST}"
 VOCAB = 100
@@ -64,12 +68,26 @@ class Case(NamedTuple):
     runtime: str = "xla"
 
 
+def attends_to_latents(family: str, chips: str) -> Any:
+    """A target whose sizes divide over four devices but for its heads, perhaps."""
+    configs = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
+    heads = HEADS[chips][0]["num_attention_heads"]
+    sizes = {"vocab_size": VOCAB, "num_attention_heads": heads, "num_key_value_heads": heads}
+    own = configs["FAMILY"].get(family, {})
+    inner = {"text_config": own["text_config"] | sizes} if "text_config" in own else sizes
+    config = configs["shrink"](CONFIG_MAPPING[family], own | inner)
+    return randomise(auto_class(config).from_config(config, dtype=torch.float32).eval(), 0)
+
+
 def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
-    """A pair whose sizes divide over four devices, of two layers each."""
-    cls, config, extra = (FAMILIES | MORE | SLICEABLE)[family]
-    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **HEADS[chips][0]}
+    """A pair whose sizes divide over four devices, of two layers each; with latents of four."""
     torch.manual_seed(0)  # of decays, which no other seed reaches
-    target = randomise(cls(config(**(BASE | extra | sizes))), 0)
+    if family in (*LATENT, *INDEXED):
+        target = attends_to_latents(family, chips)
+    else:
+        cls, config, extra = (FAMILIES | MORE | SLICEABLE)[family]
+        sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **HEADS[chips][0]}
+        target = randomise(cls(config(**(BASE | extra | sizes))), 0)
     head_dim = {"head_dim": 16}
     sizes = {"vocab_size": VOCAB, "target_layer_ids": [0, 1], "block_size": 4, **HEADS[chips][1], **head_dim}
     drafter, _, form = drafter.partition(" ")

@@ -38,16 +38,19 @@ def absorbed(
 ) -> Float[Tensor, "B Q M D"]:
     """``[q W_k | q_rot]``: its products with ``[c | k_rot]`` are those of q with ``[W_k c | k_rot]``."""
     plain, turned = query.split([up.shape[1], query.shape[3] - up.shape[1]], dim=-1)
-    return torch.cat([_by_head(plain, up, transposed=True), turned], dim=-1)
+    return torch.cat([by_head(plain, up, True), turned], dim=-1)
 
 
 def valued(sums: Float[Tensor, "B M Q R"], down: Float[Tensor, "Q Dv R"]) -> Float[Tensor, "B M Q Dv"]:
     """The heads' values of weighted sums of latents."""
-    return _by_head(sums.transpose(1, 2), down, transposed=False).transpose(1, 2)
+    return by_head(sums.transpose(1, 2), down, False).transpose(1, 2)
 
 
-def _by_head(rows: Tensor, stack: Tensor, transposed: bool) -> Tensor:
-    """``rows`` [B, Q, M, in] times each head's own weight."""
+@lowerable
+def by_head(
+    rows: Float[Tensor, "B Q M in"], stack: Float[Tensor, "Q _ _"], transposed: bool
+) -> Float[Tensor, "B Q M out"]:
+    """``rows`` times each head's own weight, [in, out] if it is ``transposed``, else [out, in]."""
     batch, heads, count, _ = rows.shape
     flat = rows.transpose(0, 1).reshape(heads, batch * count, -1)
     return stacked_linear(flat, stack, transposed).view(heads, batch, count, -1).transpose(0, 1)
