@@ -55,7 +55,7 @@ from torch_dflash.ops.attention import (
 )
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked, on_host, repeat
-from torch_dflash.ops.latents import by_head, halves
+from torch_dflash.ops.latents import by_head, halves, pays_to_expand
 from torch_dflash.ops.paged_attention import Pages, append_pages, paged_attention
 from torch_dflash.ops.spread import likeliest, marked, spread, stacked_linear, stacked_sum
 from torch_dflash.ops.windows import put_slot, take_slot, write_rows
@@ -210,6 +210,10 @@ def _halves(weight, widths):
         return (kept.up, kept.down) if isinstance(kept, Halved) else call_torch(halves.plain, weight, widths)
 
     return call_jax(part, weight)
+
+
+def _pays_to_expand(query, widths):
+    return False
 
 
 def _by_head(rows, stack, transposed):
@@ -413,6 +417,7 @@ LOWERED = {
     stacked_sum: _stacked_sum,
     halves: _halves,
     by_head: _by_head,
+    pays_to_expand: _pays_to_expand,
     branch: _branch,
     repeat: _repeat,
     chunked: _chunked,

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
     drafter, _, form = drafter.partition(" ")
     if drafter in OTHERS:
         return target, OTHERS[drafter]
-    drafts = make_drafter(target, 1, **(sizes | DRAFTERS[drafter]))
+    text = SimpleNamespace(config=target.config.get_text_config())
+    drafts = make_drafter(text, 1, **(sizes | DRAFTERS[drafter]))
     correlate(target, drafts, 8.0)
     return target, FORMS[form](drafts)
 

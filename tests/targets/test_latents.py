@@ -69,6 +69,24 @@ def test_rejected_rows_and_padding_may_be_nan(cache, poison):
     assert walk_gap(deepseek(), cache=cache, poison=poison) < RIGHT
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_many_rows_of_a_static_buffer_are_expanded(cache, monkeypatch):
+    expanded, pays = [], latents.pays_to_expand
+
+    def noted(query, widths):
+        expanded.append(pays(query, widths))
+        return expanded[-1]
+
+    monkeypatch.setattr(latents, "pays_to_expand", noted)
+    wide = {"width": 30, "rounds": 3, "poison": float("nan")}
+    assert walk_gap(deepseek(), cache, **wide) < RIGHT
+    four_layers, three_blocks = 4, 3  # prompts have 16 rows
+    assert sum(expanded) == (four_layers * three_blocks if cache == "static" else 0)
+    if cache == "static":
+        monkeypatch.setattr(latents, "pays_to_expand", lambda query, widths: True)
+        assert walk_gap(made("glm_moe_dsa"), cache) < RIGHT
+
+
 def values_of_keys(weight, widths):
     heads = weight.view(-1, widths.nope + widths.value, widths.rank)
     return heads[:, : widths.nope], heads[:, : widths.value]
@@ -86,7 +104,7 @@ def without_query_scale(query, up):
     return torch.cat([whole[..., :size], whole[..., size:] / SCALES[-1]], dim=-1)
 
 
-def of_wide_keys(module, inputs, attend):
+def of_wide_keys(module, inputs, attend, _=None):
     wide = sum(getattr(module, name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
     return attended(module, inputs._replace(scale=wide**-0.5), attend)
 

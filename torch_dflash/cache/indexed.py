@@ -55,6 +55,10 @@ class IndexedLayer(ByPosition):
     own: Any
     index: Any
 
+    @property
+    def expands(self) -> bool:
+        return getattr(self.own, "expands", False)
+
     def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, IndexedLayer]:
         key, value, own = self.own.update(key, value, view)
         return key, value, replace(self, own=own)

@@ -27,6 +27,7 @@ class SharedLayer(ByPosition):
     """Dense rows ``[c | k_rot]`` of one head. The values c are read where the keys lie."""
 
     key: Float[Tensor, "B one S D"]
+    expands: ClassVar[bool] = True
 
     @classmethod
     def allocate(cls, spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> SharedLayer:
@@ -49,6 +50,10 @@ class SharedLayer(ByPosition):
             return out[..., :width].to(kind), own
         layer = SharedLayer(write_rows(self.key, inputs.key, inputs.start, dim=2, count=view.count))
         mask = view.mask(inputs, layer.key.shape[2])
+        if inputs.expand is not None:
+            held = layer.key[:, :, : mask.shape[3]].to(kind)
+            key, value = inputs.expand(held[..., :width], held[..., width:])
+            return attend_densely(inputs, key, value, mask), layer
         return dense_attention(inputs, layer.key, layer.key, mask)[..., :width], layer
 
     def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> SharedLayer:

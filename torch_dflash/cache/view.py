@@ -57,6 +57,10 @@ class CacheView(Cache):
         key, value, self.states[layer_idx] = self.states[layer_idx].update(key_states, value_states, self)
         return key, value
 
+    def expands(self, layer_idx: int) -> bool:
+        """Whether the layer attends to what ``AttentionInputs.expand`` makes of its latents."""
+        return self.tree is None and getattr(self.states[layer_idx], "expands", False)
+
     def attend(
         self, layer_idx: int, inputs: AttentionInputs, _: Any = None, more: dict[str, Any] | None = None
     ) -> Float[Tensor, "B M Q Dv"]:

@@ -43,6 +43,7 @@ class AttentionInputs(NamedTuple):
         tree: the tree of the rows, whose keys and values no cache holds yet; None: each follows the last.
         shared: a key is ``[value | key]``, of one head: latents are values and, with ``key``, keys.
         chosen: the positions that an indexer has chosen for each row; None: all.
+        expand: makes all heads' keys and values of latents [B, 1, S, R] and rotated keys, for these queries.
     """
 
     query: Float[Tensor, "B Q M D"]
@@ -56,6 +57,7 @@ class AttentionInputs(NamedTuple):
     tree: Tree | None = None
     shared: bool = False
     chosen: Bool[Tensor, "B one M S"] | None = None
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def joined(self) -> AttentionInputs:
         """With whole keys, for attention whose values are the keys: its first lanes are the result."""

@@ -22,6 +22,16 @@ class Widths(NamedTuple):
 
 
 @lowerable
+def pays_to_expand(query: Float[Tensor, "B Q M D"], widths: Widths) -> bool:
+    """Whether M rows take fewer products with expanded keys and values than with latents: some 170 rows on.
+
+    A program's rows never do: it would expand every slot of a buffer, and reads latents up to the last used.
+    """
+    rank, nope, _, value = widths
+    return query.shape[2] * (2 * rank - nope - value) > rank * (nope + value)
+
+
+@lowerable
 def halves(
     weight: Float[Tensor, "rows R"], widths: Widths
 ) -> tuple[Float[Tensor, "Q nope R"], Float[Tensor, "Q Dv R"]]:

@@ -91,7 +91,7 @@ def rope_of(family: str) -> dict[str, Any]:
 def make_drafter(target, seed: int = 1, **overrides):
     """A random drafter for ``target``, with a `drafter_config`."""
     torch.manual_seed(seed)
-    return randomise(drafter_of(drafter_config(target.config.get_text_config(), **overrides)), seed)
+    return randomise(drafter_of(drafter_config(target.config, **overrides)), seed)
 
 
 def drafter_config(base: Any, **overrides) -> DFlashConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import skip_init
 
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.ops.latents import Widths, absorbed, halves, valued
+from torch_dflash.ops.latents import Widths, absorbed, halves, pays_to_expand, valued
 from torch_dflash.targets.hooks import hooks_of
 
 EXPAND, WEIGHT = "expand_kv", "kv_b_proj"
@@ -111,17 +112,20 @@ def absorbing(model: nn.Module, latents: Latents) -> Iterator[None]:
             own.pop(EXPAND, None)
 
 
-def attend_latents(module: Any, inputs: AttentionInputs, attend: Any) -> Tensor | None:
+def attend_latents(module: Any, inputs: AttentionInputs, attend: Any, expands: Any = None) -> Tensor | None:
     """Attention [B, M, Q, Dv] of rows to latents; None for a module that does not hand them (`absorbing`).
 
     Args:
         module: the attention module.
         inputs: queries as the module made them; as key and value what its ``expand_kv`` gave.
         attend: the cache's attention of other inputs.
+        expands: () -> whether the cache attends to keys and values that ``inputs.expand`` makes of latents.
     """
     widths = vars(module).get(EXPAND)
     if not isinstance(widths, Handed):
         return None
+    handed = inputs._replace(key=inputs.value, value=inputs.key, shared=True)
+    if expands and expands() and pays_to_expand(inputs.query, widths):
+        return attend(handed._replace(expand=partial(getattr(type(module), EXPAND), module)))
     up, down = halves(getattr(module, WEIGHT).weight, Widths(*widths))
-    query, latent, turned = absorbed(inputs.query, up), inputs.key, inputs.value
-    return valued(attend(inputs._replace(query=query, key=turned, value=latent, shared=True)), down)
+    return valued(attend(handed._replace(query=absorbed(inputs.query, up))), down)

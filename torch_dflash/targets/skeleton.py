@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -55,7 +56,7 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **m
     def attend(inputs: AttentionInputs) -> Tensor:
         return cache.attend(module.layer_idx, inputs, attention_mask, more)
 
-    out = attend_latents(module, inputs, attend)
+    out = attend_latents(module, inputs, attend, partial(cache.expands, module.layer_idx))
     return (attend(inputs) if out is None else out).contiguous(), None
 
 

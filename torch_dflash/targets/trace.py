@@ -102,6 +102,10 @@ class RecordingCache(Cache):
         self._made.append((torch.ones(1, 1, rows, keys, dtype=torch.bool, device="meta"), rule))
         return self._made[-1][0]
 
+    def expands(self, _: int) -> bool:
+        """No layer's latents are expanded."""
+        return False
+
     def attend(
         self, layer_idx: int, inputs: AttentionInputs, mask: Any, more: dict[str, Any]
     ) -> Float[Tensor, "B M Q Dv"]:
