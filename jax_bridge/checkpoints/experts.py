@@ -54,9 +54,9 @@ class Stacked:
         (size, _), *others = {_group_of(part) for expert in self.experts for part in expert}
         return None if others or size is None or self.shape[2] % size else size
 
-    def read_codes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Codes [out, in] and scales [out, in / `group`] of each expert."""
-        for expert in self.experts:
+    def read_codes(self, which: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes [out, in] and scales [out, in / `group`] of each expert, or of some."""
+        for expert in self.experts[which]:
             parts = (part.read_codes() for part in expert if isinstance(part, Dequantised))
             codes, scales = map(torch.cat, zip(*parts, strict=True))
             yield codes, scales

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -24,11 +25,11 @@ from jax_bridge.checkpoints.quantised import Dequantised, Packed, dequantised
 from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.mesh.cut import Partition
-from jax_bridge.mesh.put import part_of, place, put
+from jax_bridge.mesh.put import pieces_of, place, place_codes, place_quantised, put, share_of
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
-from jax_bridge.weights.codes import of_codes, of_experts, of_pairs
+from jax_bridge.weights.codes import Scaled, of_codes, of_experts, of_pairs
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, check_arithmetic, check_loaded, keep
 from torch_dflash.checks import check_arithmetic as check_choice
@@ -128,10 +129,11 @@ def load(
             Weights that the model class keeps in float32, and buffers such as rotary frequencies, keep
             theirs.
         quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
-            `torch_dflash.compile`; on one device.
+            `torch_dflash.compile`; on a mesh off the CPU alone.
         keep_codes: keep linear weights that are stored in 8 bits or packed int4, and experts in MXFP4 or
-            packed int4, as they are stored, codes and scales; on one device. Unset, and for experts in 8
-            bits, they are dequantised to ``dtype``.
+            packed int4, as they are stored, codes and scales. On a mesh no block of inputs is on two devices:
+            where blocks do not divide, each has the whole weight. Unset, and for experts in 8 bits, they are
+            dequantised to ``dtype``.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -152,8 +154,6 @@ def load(
     devices = devices_of(mesh)
     check_flag(keep_codes=keep_codes)
     check_arithmetic(default_device().platform, devices is not None, quantize=quantize)
-    if keep_codes and devices is not None:
-        raise ValueError("keep_codes=True with a mesh: load on one device (leave mesh out), or leave it out.")
     check_distinct(devices or [])
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
@@ -168,7 +168,8 @@ def load(
         return read()
 
     def digest(found: DeviceModel) -> dict[str, str]:
-        return {"the mesh": hosts.order(mesh), "the checkpoint": found.checkpoint}
+        forms = f"quantize={quantize!r}, keep_codes={keep_codes}"
+        return {"the mesh": hosts.order(mesh), "the form": forms, "the checkpoint": found.checkpoint}
 
     return read_compared(hosts, "jb.load", read, digest)
 
@@ -203,8 +204,10 @@ def _load(
     rules = LayoutRules.of(model, model.get_output_embeddings(), latents, quantize=quantize)
     coded = _coded(parts, rules.linear - latents.keys()) if keep_codes else set()
     stored_bytes = {name: parts[name][0].nbytes for name in coded}
+    if partitions is not None:
+        partitions |= {name: _whole_blocks(parts[name][0], partitions[name]) for name in coded}
     _check_memory(live, types, partitions, rules, stored_bytes)
-    keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions)
+    keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions, rules, coded)
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
@@ -239,8 +242,15 @@ def _check_memory(
         }
         shapes |= {name: jax.ShapeDtypeStruct((size,), jnp.uint8) for name, size in stored.items()}
     else:
-        shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
-        shapes = {name: part_of(shape, partitions[name].place) for name, shape in shapes.items()}
+        shapes = {}
+        for name, tensor in live.items():
+            given = tuple(tensor.shape), types.get(name) or tensor.dtype
+            coded = rules.in_codes(name, *given, partitions[name].mesh.devices.flat[0])
+            whole = Scaled.shapes(*given) if coded else shape_of(tensor.to(given[1]))
+            shapes[name] = share_of(whole, partitions[name])
+            if name in stored:
+                parts = tensor.numel() // prod(partitions[name].place.shard_shape(given[0]))
+                shapes[name] = jax.ShapeDtypeStruct((stored[name] // parts,), jnp.uint8)
     devices = [default_device()] if partitions is None else next(iter(partitions.values())).mesh.devices.flat
     more = "several devices" if partitions is None else "a larger mesh"
     check_memory({"weights": bytes_of(shapes)}, memory_of(devices), f"load the model on {more}, mesh=...")
@@ -252,8 +262,17 @@ def _coded(parts: dict[str, list[Source]], linear: set[str] | frozenset[str]) ->
     codes = {name: part for name, part in stored.items() if isinstance(part, Dequantised)}
     stacks = {name for name, part in stored.items() if isinstance(part, Stacked) and part.group}
     return stacks | {
-        name for name, part in codes.items() if (len(part.shape) == 3 if part.turned else name in linear)
+        name
+        for name, part in codes.items()
+        if part.whole_blocks and (len(part.shape) == 3 if part.turned else name in linear)
     }
+
+
+def _whole_blocks(part: Source, partition: Partition) -> Partition:
+    """``partition`` of a weight in codes; whole where it would part blocks of inputs that share a scale."""
+    if not isinstance(part, Dequantised) or len(part.shape) > 2 or part.block[1] == part.shape[1]:
+        return partition
+    return partition if partition.keeps(part.block[1], part.shape) else Partition(partition.mesh)
 
 
 def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, torch.dtype], Weight]:
@@ -267,20 +286,44 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
         if name in coded and isinstance(part, Dequantised):
             if part.turned:
                 return of_pairs(*part.read_codes(), dtype, place)
-            int4 = isinstance(part.codes, Packed)
-            if (weight := of_codes(*part.read_codes(), part.block, dtype, place, int4)) is not None:
-                return weight
+            return of_codes(*part.read_codes(), part.block, dtype, place, isinstance(part.codes, Packed))
         layout = rules.choose(name, part.shape, dtype, device)
         return keep(part.read(), layout, dtype, place)
 
     return kept
 
 
-def _on_mesh(partitions: dict[str, Partition]) -> Callable[[str, Source, torch.dtype], Weight]:
+def _on_mesh(
+    partitions: dict[str, Partition], rules: LayoutRules, coded: set[str]
+) -> Callable[[str, Source, torch.dtype], Weight]:
     """Copies a stored weight to a mesh; this process reads the parts of its devices."""
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
-        return place(lambda index: part.read_part(index).to(dtype), part.shape, partitions[name])
+        partition = partitions[name]
+
+        def codes(index: Any, device: Any) -> Any:
+            first, *rest = index or (slice(None),) * len(part.shape)
+            if isinstance(part, Stacked):
+                assert part.group
+                shape = len(part.experts[first]), *part.shape[1:]
+                return of_experts(part.read_codes(first), shape, part.group, dtype, device)
+            assert isinstance(part, Dequantised)
+            if part.turned:
+                return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, device)
+            unit = partition.unit(part.shape)
+            found = [part.read_codes_of(rows, *rest, unit) for rows in pieces_of(first, partition)]
+            own, scales, (block, *_) = zip(*found, strict=True)
+            scale = torch.cat(scales) if scales[0].numel() > 1 else scales[0]
+            return of_codes(torch.cat(own), scale, block, dtype, device, isinstance(part.codes, Packed))
+
+        def read(index: Any) -> torch.Tensor:
+            return part.read_part(index).to(dtype)
+
+        if name in coded:
+            return place_codes(codes, part.shape, partition)
+        device = partition.mesh.devices.flat[0]
+        put = place_quantised if rules.in_codes(name, part.shape, dtype, device) else place
+        return put(read, part.shape, partition)
 
     return kept
 

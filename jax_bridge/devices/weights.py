@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from jax_bridge.arrays import default_device
 from jax_bridge.devices.samples import SAMPLES, check_ordinary, on_host, samples, unchanged
 from jax_bridge.mesh.cut import Partition
-from jax_bridge.mesh.put import place, relocated
+from jax_bridge.mesh.put import place, place_quantised, relocated
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, WeightLayout, keep
 
@@ -45,7 +45,14 @@ class OnDevice(NamedTuple):
     device: Any
 
 
-Storage = OnDevice | Partition
+class OnChips(NamedTuple):
+    """The partition of a weight over a mesh; ``in_codes``: it is kept in 8 bits."""
+
+    partition: Partition
+    in_codes: bool
+
+
+Storage = OnDevice | OnChips
 """A weight whole on a device, or cut over a mesh."""
 
 
@@ -116,8 +123,9 @@ def _convert(tensor: torch.Tensor, storage: Storage) -> Weight:
     version = version_of(tensor, counted)
     bits, view = on_host(view).copy(), on_host(view) if view.is_cpu else view
     parts = max(1, min(TURNS**2, len(bits) // (4 * SAMPLES))) if counted else 1
-    if isinstance(storage, Partition):
-        weight = place(tensor.detach().__getitem__, tuple(tensor.shape), storage)
+    if isinstance(storage, OnChips):
+        put = place_quantised if storage.in_codes else place
+        weight = put(tensor.detach().__getitem__, tuple(tensor.shape), storage.partition)
     else:
         weight = keep(tensor.detach(), storage.layout, place=storage.device)
     _changes[0] += 1
@@ -130,14 +138,17 @@ class Weights:
     """The arrays one engine uses, by name.
 
     Args:
-        storages: the rules for layouts on one device (`jax_bridge.weights.layout`), or partitions by name.
-        device: of weights that are whole; unset: JAX's default.
+        rules: for layouts (`jax_bridge.weights.layout`); of a mesh, for the weights that are codes.
+        device: of weights that are whole, or a mesh's first; unset: JAX's default.
+        partitions: by name, of weights on a mesh.
 
     Arrays that were loaded on other devices, those of the first replica, are copied once.
     """
 
-    def __init__(self, storages: LayoutRules | dict[str, Partition], device: Any = None):
-        self._storages, self._device = storages, device or default_device()
+    def __init__(
+        self, rules: LayoutRules, device: Any = None, partitions: dict[str, Partition] | None = None
+    ):
+        self._rules, self._device, self._partitions = rules, device or default_device(), partitions
         self._arrays: dict[str, Weight] = {}
         self._moved: dict[str, tuple[Weight, Weight]] = {}  # loaded weights, and their copies here
         self._current: dict[str, Weight] = {}
@@ -209,15 +220,15 @@ class Weights:
         known = self._moved.get(name)
         if known is None or known[0] is not loaded:
             self._moved.pop(name, None)
-            where = self._storages[name] if isinstance(self._storages, dict) else self._device
+            where = self._device if self._partitions is None else self._partitions[name]
             self._moved[name] = known = loaded, relocated(loaded, where)
         return known[1]
 
     def _storage(self, name: str, tensor: torch.Tensor) -> Storage:
-        if isinstance(self._storages, dict):
-            return self._storages[name]
-        layout = self._storages.choose(name, tuple(tensor.shape), tensor.dtype, self._device)
-        return OnDevice(layout, self._device)
+        given = name, tuple(tensor.shape), tensor.dtype, self._device
+        if self._partitions is not None:
+            return OnChips(self._partitions[name], self._rules.in_codes(*given))
+        return OnDevice(self._rules.choose(*given), self._device)
 
     def forget(self, tensors: dict[str, Any]) -> None:
         """Make every engine convert ``tensors`` on its next use of them."""

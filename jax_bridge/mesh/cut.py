@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import gcd
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.weights.formats import OfOneArray
+from jax_bridge.weights.codes import Blocks, InCodes, Scaled
+from jax_bridge.weights.formats import OfOneArray, plain
 
 COLUMN, ROW, GATHER, EXPERTS, BLOCKS = "column", "row", "gather", "experts", "blocks"
 
@@ -37,6 +39,16 @@ class Partition(NamedTuple):
         """The sharding of the weight's array."""
         return NamedSharding(self.mesh, self.spec)
 
+    def keeps(self, block: int, shape: tuple[int, ...]) -> bool:
+        """Whether no ``block`` of inputs that share a scale lies on two chips."""
+        return self.place.shard_shape(shape)[-1] % block == 0
+
+    def unit(self, shape: tuple[int, ...]) -> int:
+        """Outputs of which each chip's rows begin at a multiple; 0: they are not cut."""
+        if self.blocks:
+            return gcd(*self.blocks) // self.mesh.size
+        return own if (own := self.place.shard_shape(shape)[0]) < shape[0] else 0
+
     def on_parts(self, local: Callable, given: Any, made: Any) -> Callable:
         """``local`` on each chip's part; ``given``, ``made``: specs of its arguments and results."""
         return jax.shard_map(local, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)
@@ -47,21 +59,23 @@ class Partition(NamedTuple):
 class Cut(OfOneArray):
     """A `jax_bridge.weights.formats.StoredWeight` whose products state their exchanges."""
 
-    array: Any  # a jax.Array over the mesh, or what JAX puts in its place while it traces
+    array: Any  # a jax.Array over the mesh, codes and scales, or what JAX puts in its place while it traces
     partition: Partition
 
     def look_up(self, ids: Int[Array, "*R"]) -> Float[Array, "*R H"]:
         """Rows of a table [V, H] that is cut over the vocabulary, each from its chip."""
 
-        def local(table: Array, ids: Array) -> Array:
+        def local(table: Any, ids: Array) -> Array:
             count = table.shape[0]
             at = ids - jax.lax.axis_index(ALL) * count
-            rows = jnp.take(table, jnp.clip(at, 0, count - 1), axis=0)
+            near = jnp.clip(at, 0, count - 1)
+            rows = table.look_up(near) if isinstance(table, Scaled) else jnp.take(table, near, axis=0)
             own = ((at >= 0) & (at < count))[..., None]
             return jax.lax.psum(jnp.where(own, rows, 0), ALL)
 
         whole = PartitionSpec()
-        return self.partition.on_parts(local, (self.partition.spec, whole), whole)(self.array, ids)
+        given = specs_of(self.array, self.partition), whole
+        return self.partition.on_parts(local, given, whole)(self.array, ids)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["partition"])
@@ -77,16 +91,42 @@ class InBlocks(OfOneArray):
 
     def unwrap(self) -> jax.Array:
         """The rows in the model's order."""
-        rows = self.array.reshape(self.partition.mesh.size, -1, *self.shape[1:])
-        blocks = jnp.split(rows, [end // len(rows) for end in accumulate(self.partition.blocks)][:-1], axis=1)
-        return jnp.concatenate([block.reshape(-1, *self.shape[1:]) for block in blocks])
+        return plain(self.in_order())
+
+    def in_order(self) -> Any:
+        """``array`` with its rows in the model's order."""
+        chips = self.partition.mesh.size
+
+        def together(leaf: Array, axis: int, ends: list[int]) -> Array:
+            lead, rest = leaf.shape[:axis], leaf.shape[axis + 1 :]
+            rows = leaf.reshape(*lead, chips, -1, *rest)
+            blocks = jnp.split(rows, [end // chips for end in ends], axis=axis + 1)
+            return jnp.concatenate([block.reshape(*lead, -1, *rest) for block in blocks], axis=axis)
+
+        return _by_rows(together, self.array, self.partition)
 
 
-def chip_by_chip(rows: jax.Array, partition: Partition) -> jax.Array:
-    """The ``array`` of `InBlocks` from rows in the model's order."""
-    chips, blocks = partition.mesh.size, jnp.split(rows, [*accumulate(partition.blocks)][:-1])
-    parts = [block.reshape(chips, -1, *rows.shape[1:]) for block in blocks]
-    return jnp.concatenate(parts, axis=1).reshape(rows.shape)
+def chip_by_chip(weight: Any, partition: Partition) -> Any:
+    """The ``array`` of `InBlocks` from a weight with its rows in the model's order."""
+    chips = partition.mesh.size
+
+    def apart(leaf: Array, axis: int, ends: list[int]) -> Array:
+        lead, rest = leaf.shape[:axis], leaf.shape[axis + 1 :]
+        parts = [block.reshape(*lead, chips, -1, *rest) for block in jnp.split(leaf, ends, axis=axis)]
+        return jnp.concatenate(parts, axis=axis + 1).reshape(leaf.shape)
+
+    return _by_rows(apart, weight, partition)
+
+
+def _by_rows(function: Callable, weight: Any, partition: Partition) -> Any:
+    """`function(leaf, axis, ends)` of each array: the axis of its rows, and the ends of blocks but the last."""
+
+    def apply(spec: PartitionSpec, leaf: Array) -> Array:
+        axis = [*spec].index(ALL)
+        rows = sum(partition.blocks) // leaf.shape[axis]  # of the model, in one of the leaf's: a scale's
+        return function(leaf, axis, [end // rows for end in accumulate(partition.blocks)][:-1])
+
+    return jax.tree.map(apply, specs_of(weight, partition), weight)
 
 
 def rows_of_chip(chip: slice, partition: Partition) -> list[slice]:
@@ -104,3 +144,19 @@ def in_format(array: Any, partition: Partition) -> Any:
     if partition.kind is None:
         return array
     return InBlocks(array, partition) if partition.kind == BLOCKS else Cut(array, partition)
+
+
+def specs_of(weight: Any, partition: Partition) -> Any:
+    """The spec of each array of a weight that is cut by ``partition``."""
+    return weight.specs(partition.spec) if isinstance(weight, InCodes) else partition.spec
+
+
+def fitting(weight: Any, partition: Partition) -> Partition:
+    """``partition``; whole where it would part blocks of inputs that share a scale."""
+    parted = isinstance(weight, Blocks) and not partition.keeps(weight.array.shape[1], weight.shape)
+    return Partition(partition.mesh) if parted else partition
+
+
+def fitted(weight: Any, partition: Partition) -> Any:
+    """A weight in blocks of which each is on one chip of its `fitting` partition: smaller, with equal scales."""
+    return weight.finer(partition.unit(weight.shape)) if isinstance(weight, Blocks) else weight

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_bridge.arrays import row_major, to_numpy
-from jax_bridge.mesh.cut import Cut, InBlocks, Partition, chip_by_chip, in_format, rows_of_chip
-from jax_bridge.weights.formats import plain
+from jax_bridge.arrays import row_major, to_jax, to_numpy
+from jax_bridge.mesh.cut import (
+    Cut,
+    InBlocks,
+    Partition,
+    chip_by_chip,
+    fitted,
+    fitting,
+    in_format,
+    rows_of_chip,
+    specs_of,
+)
+from jax_bridge.weights.codes import Scaled
+from jax_bridge.weights.formats import by_rows, name_of
 
 Index = tuple[slice, ...]
 
@@ -23,10 +35,10 @@ def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partiti
 
     def part(index: Any) -> np.ndarray:
         index = index or ()
-        key = tuple((one.start, one.stop) for one in index)
-        if key not in parts and partition.blocks:
-            pieces = [to_numpy(read((rows, *index[1:]))) for rows in rows_of_chip(index[0], partition)]
-            parts[key] = np.concatenate(pieces)
+        key = _key(index)
+        if key not in parts and index:
+            pieces = [to_numpy(read((rows, *index[1:]))) for rows in pieces_of(index[0], partition)]
+            parts[key] = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
         elif key not in parts:
             parts[key] = to_numpy(read(index))
         return parts[key]
@@ -35,23 +47,82 @@ def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partiti
     return in_format(row_major(array), partition)
 
 
+def place_codes(read: Callable[[Index, Any], Any], shape: tuple[int, ...], partition: Partition) -> Any:
+    """A weight in codes on its mesh; `read` returns a chip's part at a device, and is called once for each.
+
+    ``partition`` parts no block (`jax_bridge.mesh.cut.fitting`).
+    """
+    parts: dict[Any, Any] = {}
+    for device, index in partition.place.addressable_devices_indices_map(shape).items():
+        index = index or ()
+        known = parts.get(_key(index)) or [read(index, device)]
+        parts[_key(index)] = [*known, jax.device_put(known[0], device)]
+    arrays = [array for _, *own in parts.values() for array in own]
+
+    def whole(spec: PartitionSpec, *own: Any) -> jax.Array:
+        where = NamedSharding(partition.mesh, spec)
+        chips = partition.mesh.size
+        shares = zip(own[0].shape, where.shard_shape((chips,) * own[0].ndim), strict=True)
+        size = tuple(length * chips // share for length, share in shares)
+        return row_major(jax.make_array_from_single_device_arrays(size, where, [*own]))
+
+    return in_format(jax.tree.map(whole, specs_of(arrays[0], partition), *arrays), partition)
+
+
+def place_quantised(
+    read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition
+) -> Any:
+    """A matrix on its mesh in integers of 8 bits (`Scaled`); `read` returns whole rows by their index."""
+    latest: dict[Any, Any] = {}
+
+    def part(index: Index, device: Any) -> Scaled:
+        rows, columns = index
+        if (key := _key((rows,))) not in latest:
+            latest.clear()
+            own = torch.cat([read((piece,)) for piece in pieces_of(rows, partition)])
+            latest[key] = by_rows(own), name_of(own.dtype)
+        kept, dtype = latest[key]
+        kept = to_jax({"array": kept["array"][:, columns], "scale": kept["scale"]}, device=device)
+        return Scaled(table=None, dtype=dtype, **kept)
+
+    return place_codes(part, shape, partition)
+
+
+def pieces_of(rows: slice, partition: Partition) -> list[slice]:
+    """A chip's rows in the model's order."""
+    return rows_of_chip(rows, partition) if partition.blocks else [rows]
+
+
+def _key(index: Index) -> tuple:
+    return tuple((one.start, one.stop) for one in index)
+
+
 def relocated(weight: Any, where: Partition | Any) -> Any:
     """A weight in its format on another mesh or device; itself, where it lies there already."""
-    leaves = jax.tree.leaves(weight)
     if not isinstance(where, Partition):
-        if all(leaf.devices() == {where} for leaf in leaves):
+        if all(leaf.devices() == {where} for leaf in jax.tree.leaves(weight)):
             return weight
         whole = _in_models_order(weight)
         return jax.tree.map(lambda leaf: row_major(jax.device_put(leaf, SingleDeviceSharding(where))), whole)
-    if all(leaf.sharding == where.place for leaf in leaves):
+    where = fitting(held := weight.array if isinstance(weight, Cut | InBlocks) else weight, where)
+    places = places_of(held, where)
+    if all(jax.tree.leaves(jax.tree.map(lambda leaf, place: leaf.sharding == place, held, places))):
         return weight
-    array = _in_models_order(weight)
-    array = chip_by_chip(plain(array), where) if where.blocks else array
-    return in_format(row_major(jax.device_put(array, where.place)), where)
+    whole = fitted(_in_models_order(weight), where)
+    whole = chip_by_chip(whole, where) if where.blocks else whole
+    moved = jax.tree.map(lambda leaf, place: row_major(jax.device_put(leaf, place)), whole, places_of(whole, where))
+    return in_format(moved, where)
 
 
 def _in_models_order(weight: Any) -> Any:
-    return plain(weight) if isinstance(weight, Cut | InBlocks) else weight
+    if isinstance(weight, InBlocks):
+        return weight.in_order()
+    return weight.array if isinstance(weight, Cut) else weight
+
+
+def places_of(weight: Any, partition: Partition) -> Any:
+    """The sharding of each array of a weight that is cut by ``partition``."""
+    return jax.tree.map(lambda spec: NamedSharding(partition.mesh, spec), specs_of(weight, partition))
 
 
 def put(tree: Any, mesh: Mesh) -> Any:
@@ -70,9 +141,26 @@ def put_leaf(leaf: Any, where: NamedSharding) -> Any:
     return jax.make_array_from_single_device_arrays(host.shape, where, own)
 
 
-def part_of(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+def part_of(leaf: Any, where: Sharding) -> jax.ShapeDtypeStruct:
     """The shape of one device's part of an array."""
     return jax.ShapeDtypeStruct(where.shard_shape(tuple(leaf.shape)), leaf.dtype)
+
+
+def held_of(tree: Any) -> Any:
+    """The shapes of arrays' parts on one of their devices."""
+    return jax.tree.map(lambda leaf: part_of(leaf, leaf.sharding), tree)
+
+
+def fit_shapes(weight: Any, partition: Partition) -> tuple[Any, Partition]:
+    """Shapes of a weight and its partition, with no block of codes on two chips."""
+    partition = fitting(weight, partition)
+    return jax.eval_shape(partial(fitted, partition=partition), weight), partition
+
+
+def share_of(weight: Any, partition: Partition) -> Any:
+    """The shapes of one device's part of a weight, by its shapes."""
+    weight, partition = fit_shapes(weight, partition)
+    return jax.tree.map(part_of, weight, places_of(weight, partition))
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from torch import Tensor
 
@@ -69,6 +71,10 @@ class Scaled(Multiplier):
         codes = jax.ShapeDtypeStruct(shape, jnp.int8)
         return cls(codes, None, name_of(dtype), jax.ShapeDtypeStruct(shape[:1], jnp.float32))
 
+    def specs(self, spec: P) -> Scaled:
+        """The spec of each array of a weight that is cut by ``spec`` [out, in]: scales go with outputs."""
+        return replace(self, array=spec, scale=P(*spec[:1]))
+
     def entries(self) -> jax.Array:
         return self.array.astype(jnp.float32) * self.scale[:, None]
 
@@ -120,6 +126,17 @@ class Blocks(Multiplier):
         blocks, size, out = self.array.shape
         return out, blocks * size
 
+    def specs(self, spec: P) -> Blocks:
+        """The spec of each array of a weight that is cut by ``spec`` [out, in]: a chip has whole blocks."""
+        out, size = (*spec, None, None)[:2]
+        return replace(self, array=P(size, None, out), scale=P(size, out))
+
+    def finer(self, unit: int) -> Blocks:
+        """The same values in blocks of outputs that end at every multiple of ``unit``; 0: as they are."""
+        outputs = gcd(self.outputs, unit)
+        scale = jnp.repeat(self.scale, self.outputs // outputs, axis=1)[:, : -(-self.shape[0] // outputs)]
+        return self if outputs == self.outputs else replace(self, scale=scale, outputs=outputs)
+
     def entries(self) -> jax.Array:
         values = self.array.astype(jnp.float32) * self._by_outputs()[:, None]
         return values.reshape(*self.shape[::-1]).T
@@ -170,6 +187,10 @@ class Groups:
         experts, groups, size, out = self.array.shape
         return (experts, groups * size, out) if self.transposed else (experts, out, groups * size)
 
+    def specs(self, spec: P) -> Groups:
+        """The spec of each array of a stack that is cut by ``spec``: by experts."""
+        return replace(self, array=spec, scale=spec)
+
     def unwrap(self) -> jax.Array:
         whole = self.entries(self.dtype)
         return whole if self.transposed else whole.swapaxes(1, 2)
@@ -193,6 +214,9 @@ class Groups:
         sums = _sums_of_groups(parts, self.array.reshape(experts * groups, size, out))
         scaled = sums.reshape(experts, groups, -1, out) * self.scale.astype(jnp.float32)[:, :, None]
         return scaled.sum(1).astype(rows.dtype)
+
+
+InCodes = Scaled | Blocks | Groups
 
 
 def _sums_of_groups(rows: Float[Array, "groups R b"], codes: Array) -> Float[Array, "groups R out"]:
