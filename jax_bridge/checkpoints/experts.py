@@ -46,20 +46,30 @@ class Stacked:
         return sum(part.nbytes for expert in self.experts for part in expert)
 
     @property
-    def group(self) -> int | None:
-        """Inputs that share a scale if all experts are int4 in whole groups of as many; None: they are not.
+    def block(self) -> tuple[int, int] | None:
+        """Rows and inputs that share a scale if all experts are codes in whole blocks of as many; None: not so.
 
-        Their scales are of one type.
+        Codes are of one type, and scales, too.
         """
-        (size, _), *others = {_group_of(part) for expert in self.experts for part in expert}
-        return None if others or size is None or self.shape[2] % size else size
+        parts = [part for expert in self.experts for part in expert]
+        (block, *_), *others = {_block_of(part) for part in parts}
+        if others or block is None or any(one.shape[axis] % block[axis] for one in parts for axis in (0, 1)):
+            return None
+        return block
+
+    @property
+    def packed(self) -> bool:
+        """Whether the first expert is int4."""
+        part = self.experts[0][0]
+        return isinstance(part, Dequantised) and isinstance(part.codes, Packed)
 
     def read_codes(self, which: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Codes [out, in] and scales [out, in / `group`] of each expert, or of some."""
+        """Codes [out, in] and scales of each `block`, of each expert or of some."""
         for expert in self.experts[which]:
             parts = (part.read_codes() for part in expert if isinstance(part, Dequantised))
-            codes, scales = map(torch.cat, zip(*parts, strict=True))
-            yield codes, scales
+            codes, scales = zip(*parts, strict=True)
+            bits = torch.cat([one.view(torch.uint8) for one in codes])
+            yield bits.view(codes[0].dtype), torch.cat(scales)
 
     def read(self) -> torch.Tensor:
         """The weight, filled expert by expert."""
@@ -78,11 +88,13 @@ class Stacked:
         return whole
 
 
-def _group_of(part: Stored | Dequantised) -> tuple[int | None, torch.dtype]:
-    """(Inputs that share a scale, its type) of rows in int4; (None, ...) of others."""
-    if isinstance(part, Dequantised) and isinstance(part.codes, Packed) and part.block[0] == 1:
-        return part.block[1], part.scales.dtype
-    return None, part.dtype
+def _block_of(part: Stored | Dequantised) -> tuple[tuple[int, int] | None, Any, Any]:
+    """(Rows and inputs that share a scale, types of codes and scales) of codes; (None, ...) of others."""
+    if not isinstance(part, Dequantised) or part.scales.shape != tuple(
+        -(-side // own) for side, own in zip(part.shape, part.block, strict=True)
+    ):
+        return None, None, part.dtype
+    return part.block, part.codes.dtype, part.scales.dtype
 
 
 def find_experts(

@@ -130,10 +130,9 @@ def load(
             theirs.
         quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
             `torch_dflash.compile`; on a mesh off the CPU alone.
-        keep_codes: keep linear weights that are stored in 8 bits or packed int4, and experts in MXFP4 or
-            packed int4, as they are stored, codes and scales. On a mesh no block of inputs is on two devices:
-            where blocks do not divide, each has the whole weight. Unset, and for experts in 8 bits, they are
-            dequantised to ``dtype``.
+        keep_codes: keep linear weights that are stored in 8 bits or packed int4, and experts in these or in
+            MXFP4, as they are stored, codes and scales. On a mesh no block of inputs is on two devices:
+            where blocks do not divide, each has the whole weight. Unset, they are dequantised to ``dtype``.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -260,7 +259,7 @@ def _coded(parts: dict[str, list[Source]], linear: set[str] | frozenset[str]) ->
     """Names of the weights that can stay codes: ``linear`` ones, and stacks in MXFP4 and int4."""
     stored = {name: group[0] for name, group in parts.items() if group}
     codes = {name: part for name, part in stored.items() if isinstance(part, Dequantised)}
-    stacks = {name for name, part in stored.items() if isinstance(part, Stacked) and part.group}
+    stacks = {name for name, part in stored.items() if isinstance(part, Stacked) and part.block}
     return stacks | {
         name
         for name, part in codes.items()
@@ -281,8 +280,8 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         place = SingleDeviceSharding(device)
-        if name in coded and isinstance(part, Stacked) and part.group:
-            return of_experts(part.read_codes(), part.shape, part.group, dtype, place)
+        if name in coded and isinstance(part, Stacked) and part.block:
+            return of_experts(part.read_codes(), part.shape, part.block, dtype, place, part.packed)
         if name in coded and isinstance(part, Dequantised):
             if part.turned:
                 return of_pairs(*part.read_codes(), dtype, place)
@@ -304,9 +303,9 @@ def _on_mesh(
         def codes(index: Any, device: Any) -> Any:
             first, *rest = index or (slice(None),) * len(part.shape)
             if isinstance(part, Stacked):
-                assert part.group
+                assert part.block
                 shape = len(part.experts[first]), *part.shape[1:]
-                return of_experts(part.read_codes(first), shape, part.group, dtype, device)
+                return of_experts(part.read_codes(first), shape, part.block, dtype, device, part.packed)
             assert isinstance(part, Dequantised)
             if part.turned:
                 return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, device)
@@ -314,7 +313,8 @@ def _on_mesh(
             found = [part.read_codes_of(rows, *rest, unit) for rows in pieces_of(first, partition)]
             own, scales, (block, *_) = zip(*found, strict=True)
             scale = torch.cat(scales) if scales[0].numel() > 1 else scales[0]
-            return of_codes(torch.cat(own), scale, block, dtype, device, isinstance(part.codes, Packed))
+            int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
+            return of_codes(torch.cat(own), scale, block, dtype, device, int4, by_rows)
 
         def read(index: Any) -> torch.Tensor:
             return part.read_part(index).to(dtype)

@@ -23,7 +23,7 @@ from jax_bridge.mesh.cut import (
     rows_of_chip,
     specs_of,
 )
-from jax_bridge.weights.codes import Scaled
+from jax_bridge.weights.codes import Scaled, bound_to
 from jax_bridge.weights.formats import by_rows, name_of
 
 Index = tuple[slice, ...]
@@ -56,7 +56,7 @@ def place_codes(read: Callable[[Index, Any], Any], shape: tuple[int, ...], parti
     for device, index in partition.place.addressable_devices_indices_map(shape).items():
         index = index or ()
         known = parts.get(_key(index)) or [read(index, device)]
-        parts[_key(index)] = [*known, jax.device_put(known[0], device)]
+        parts[_key(index)] = [*known, bound_to(known[0], device)]
     arrays = [array for _, *own in parts.values() for array in own]
 
     def whole(spec: PartitionSpec, *own: Any) -> jax.Array:
@@ -103,15 +103,15 @@ def relocated(weight: Any, where: Partition | Any) -> Any:
         if all(leaf.devices() == {where} for leaf in jax.tree.leaves(weight)):
             return weight
         whole = _in_models_order(weight)
-        return jax.tree.map(lambda leaf: row_major(jax.device_put(leaf, SingleDeviceSharding(where))), whole)
+        return jax.tree.map(row_major, bound_to(whole, SingleDeviceSharding(where)))
     where = fitting(held := weight.array if isinstance(weight, Cut | InBlocks) else weight, where)
     places = places_of(held, where)
     if all(jax.tree.leaves(jax.tree.map(lambda leaf, place: leaf.sharding == place, held, places))):
         return weight
     whole = fitted(_in_models_order(weight), where)
     whole = chip_by_chip(whole, where) if where.blocks else whole
-    moved = jax.tree.map(lambda leaf, place: row_major(jax.device_put(leaf, place)), whole, places_of(whole, where))
-    return in_format(moved, where)
+    moved = jax.tree.map(bound_to, whole, places_of(whole, where))
+    return in_format(jax.tree.map(row_major, moved), where)
 
 
 def _in_models_order(weight: Any) -> Any:

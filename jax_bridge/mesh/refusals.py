@@ -18,7 +18,7 @@ from torch_dflash.requests.rules import KINDS
 from torch_dflash.targets.scans import find_scans
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", *RECURRENT)
+FAMILIES = ("gpt_oss", "llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe", *RECURRENT)
 """``model_type`` of targets whose texts on a mesh were compared with one device's."""
 DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer, BestNodes, UnionProposer)
 PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}

@@ -29,6 +29,8 @@ OURS = {
     "layers.*.mlp.down_proj": "rowwise",
 }
 """The plan of models without one: GPT-OSS has none for its layers, drafters have none at all."""
+_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "gather"}
+"""Styles of transformers' plans. MiniMax-M2 normalises queries and keys of all heads, so they are gathered."""
 _GROUPED = re.compile(r"\.(k_proj|v_proj)\.")
 _ATTENTION = re.compile(r"\.self_attn\.")
 _MIXER = re.compile(r"\.linear_attn\.(.*)")
@@ -136,7 +138,7 @@ def _axes(shape: tuple[int, ...], partition: Partition) -> Iterator[tuple[int, A
 
 
 def _understood(plan: dict[str, str] | None) -> dict[str, str]:
-    return {name: style for name, style in (plan or {}).items() if style in ("colwise", "rowwise")}
+    return {name: _STYLES[style] for name, style in (plan or {}).items() if style in _STYLES}
 
 
 def _prefixed(prefix: str, partitions: dict[str, Partition]) -> dict[str, Partition]:

@@ -243,7 +243,7 @@ def packed(experts=3, out=24, size=128, group=32, scales=torch.bfloat16):
 def stack_of(words, scale, dtype=torch.bfloat16, group=32):
     experts = [(_unpacked(own), scales) for own, scales in zip(words, scale, strict=True)]
     shape = (len(words), words.shape[1], 8 * words.shape[2])
-    return of_experts(iter(experts), shape, group, dtype, None)
+    return of_experts(iter(experts), shape, (1, group), dtype, None)
 
 
 def test_int4_keeps_its_codes_and_scales():

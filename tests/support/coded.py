@@ -42,6 +42,16 @@ def same_values(arrays: dict[str, Any], others: dict[str, Any]) -> None:
         np.testing.assert_array_equal(plain(weight), plain(others[name]), err_msg=name)
 
 
+def alike(arrays: dict[str, Any]) -> None:
+    """Devices that have the same part of an array hold the same values."""
+    for name, weight in arrays.items():
+        for leaf in jax.tree.leaves(weight):
+            parts: dict[str, Any] = {}
+            for shard in leaf.addressable_shards:
+                bits = np.asarray(shard.data).tobytes()
+                assert parts.setdefault(str(shard.index), bits) == bits, name
+
+
 def share(arrays: dict[str, Any]) -> float:
     """The first device's part of all bytes."""
     leaves = jax.tree.leaves(arrays)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import transformers as hf
 
 from support import COMPILE_FAST, ROOT
 from support.families import MORE
@@ -26,6 +27,10 @@ FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 2}
 HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR), "whole": (SIX, SIX)}
 """K/V heads of target and drafter: two, each on two devices; four, one each; some that stay whole."""
+MIXTURES = {
+    "minimax_m2": (hf.MiniMaxM2ForCausalLM, hf.MiniMaxM2Config,
+                   {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
+}  # fmt: skip
 PICKS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
@@ -66,7 +71,7 @@ class Case(NamedTuple):
 
 def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
     """A pair whose sizes divide over four devices, of two layers each."""
-    cls, config, extra = (FAMILIES | MORE | SLICEABLE)[family]
+    cls, config, extra = (FAMILIES | MORE | SLICEABLE | MIXTURES)[family]
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **HEADS[chips][0]}
     torch.manual_seed(0)  # of decays, which no other seed reaches
     target = randomise(cls(config(**(BASE | extra | sizes))), 0)
