@@ -56,3 +56,10 @@ def share(arrays: dict[str, Any]) -> float:
     """The first device's part of all bytes."""
     leaves = jax.tree.leaves(arrays)
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / sum(x.nbytes for x in leaves)
+
+
+def publish_as(form: str, folder: str) -> Path:
+    """A checkpoint of a form of `support.quantised`: "fp8_32" has larger blocks."""
+    if form == "int4":
+        return publish_int4(Path(folder), scales=torch.float32)
+    return publish("fp8", Path(folder), block=32) if form == "fp8_32" else publish(form, Path(folder))
