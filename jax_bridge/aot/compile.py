@@ -268,9 +268,9 @@ def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Sh
 
 
 def _stacks(pair: Pair, quantize: str) -> set[str]:
-    """Names of the target's experts that MXFP4 ([experts, in, out]), int4 or FP8 ([experts, out, in]) hold."""
-    transposed, fp8 = quantize == "mxfp4", quantize == "fp8"
-    sizes = FP8_BLOCK if fp8 else (1, GROUP)
+    """Names of the target's experts: MXFP4 holds [experts, in, out], int4 and FP8 [experts, out, in]."""
+    transposed = quantize == "mxfp4"
+    rows, columns = FP8_BLOCK if quantize == "fp8" else (1, GROUP)
     parts = [(f"target.{name}", part) for name, part in pair.target.named_modules()]
     found = {
         f"{name}.{own}"
@@ -278,9 +278,10 @@ def _stacks(pair: Pair, quantize: str) -> set[str]:
         if getattr(part, "is_transposed", None) is transposed
         for own, weight in part.named_parameters(recurse=False)
         if weight.ndim == 3
-        and not any(side % size for side, size in zip(weight.shape[1:], sizes[:: -1 if transposed else 1], strict=True))
+        and not weight.shape[1 if transposed else 2] % columns
+        and not weight.shape[2 if transposed else 1] % rows
     }
-    if not found and not fp8:
+    if not found and quantize != "fp8":
         raise ValueError(
             f"quantize={quantize!r}: no experts of the target are stored "
             f"[experts, {'in, out' if transposed else 'out, in'}]; leave it out."

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from jax_bridge.checkpoints.quantised import Dequantised, Packed
+from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.storage.weight_files import Stored
 
 # A stacked weight's name -> the tensors of an expert for it, in the order of rows; then Mixtral's names.
@@ -47,29 +47,19 @@ class Stacked:
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """Rows and inputs that share a scale if all experts are codes in whole blocks of as many; None: not so.
+        """Rows and inputs that share a scale if all experts are codes in whole blocks; None: they are not.
 
         Codes are of one type, and scales, too.
         """
-        parts = [part for expert in self.experts for part in expert]
-        (block, *_), *others = {_block_of(part) for part in parts}
-        if others or block is None or any(one.shape[axis] % block[axis] for one in parts for axis in (0, 1)):
-            return None
-        return block
-
-    @property
-    def packed(self) -> bool:
-        """Whether the first expert is int4."""
-        part = self.experts[0][0]
-        return isinstance(part, Dequantised) and isinstance(part.codes, Packed)
+        (block, *_), *others = {_block_of(part) for expert in self.experts for part in expert}
+        return None if others else block
 
     def read_codes(self, which: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Codes [out, in] and scales of each `block`, of each expert or of some."""
         for expert in self.experts[which]:
             parts = (part.read_codes() for part in expert if isinstance(part, Dequantised))
-            codes, scales = zip(*parts, strict=True)
-            bits = torch.cat([one.view(torch.uint8) for one in codes])
-            yield bits.view(codes[0].dtype), torch.cat(scales)
+            codes, scales = map(torch.cat, zip(*parts, strict=True))
+            yield codes, scales
 
     def read(self) -> torch.Tensor:
         """The weight, filled expert by expert."""
@@ -88,13 +78,12 @@ class Stacked:
         return whole
 
 
-def _block_of(part: Stored | Dequantised) -> tuple[tuple[int, int] | None, Any, Any]:
-    """(Rows and inputs that share a scale, types of codes and scales) of codes; (None, ...) of others."""
-    if not isinstance(part, Dequantised) or part.scales.shape != tuple(
-        -(-side // own) for side, own in zip(part.shape, part.block, strict=True)
-    ):
-        return None, None, part.dtype
-    return part.block, part.codes.dtype, part.scales.dtype
+def _block_of(part: Stored | Dequantised) -> tuple[tuple[int, int] | None, torch.dtype, torch.dtype]:
+    """(Rows and inputs that share a scale, types of codes and scales) of whole blocks; else (None, ...)."""
+    if isinstance(part, Dequantised) and len(part.scales.shape) == 2:
+        if not any(side % own for side, own in zip(part.shape, part.block, strict=True)):
+            return part.block, part.codes.dtype, part.scales.dtype
+    return None, part.dtype, part.dtype
 
 
 def find_experts(

@@ -25,7 +25,7 @@ from jax_bridge.checkpoints.quantised import Dequantised, Packed, dequantised
 from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.mesh.cut import Partition
-from jax_bridge.mesh.put import pieces_of, place, place_codes, place_quantised, put, share_of
+from jax_bridge.mesh.put import pieces_of, place, place_parts, place_quantised, put, share_of
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
@@ -204,7 +204,10 @@ def _load(
     coded = _coded(parts, rules.linear - latents.keys()) if keep_codes else set()
     stored_bytes = {name: parts[name][0].nbytes for name in coded}
     if partitions is not None:
-        partitions |= {name: _whole_blocks(parts[name][0], partitions[name]) for name in coded}
+        for name in coded:
+            part = parts[name][0]
+            if isinstance(part, Dequantised) and not part.turned and part.block[1] < part.shape[1]:
+                partitions[name] = partitions[name].of_blocks(part.block[1], part.shape)
     _check_memory(live, types, partitions, rules, stored_bytes)
     keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions, rules, coded)
     total = sum(part.nbytes for group in parts.values() for part in group)
@@ -263,15 +266,8 @@ def _coded(parts: dict[str, list[Source]], linear: set[str] | frozenset[str]) ->
     return stacks | {
         name
         for name, part in codes.items()
-        if part.whole_blocks and (len(part.shape) == 3 if part.turned else name in linear)
+        if (len(part.shape) == 3 if part.turned else name in linear and not part.shape[1] % part.block[1])
     }
-
-
-def _whole_blocks(part: Source, partition: Partition) -> Partition:
-    """``partition`` of a weight in codes; whole where it would part blocks of inputs that share a scale."""
-    if not isinstance(part, Dequantised) or len(part.shape) > 2 or part.block[1] == part.shape[1]:
-        return partition
-    return partition if partition.keeps(part.block[1], part.shape) else Partition(partition.mesh)
 
 
 def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, torch.dtype], Weight]:
@@ -280,14 +276,9 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         place = SingleDeviceSharding(device)
-        if name in coded and isinstance(part, Stacked) and part.block:
-            return of_experts(part.read_codes(), part.shape, part.block, dtype, place, part.packed)
-        if name in coded and isinstance(part, Dequantised):
-            if part.turned:
-                return of_pairs(*part.read_codes(), dtype, place)
-            return of_codes(*part.read_codes(), part.block, dtype, place, isinstance(part.codes, Packed))
-        layout = rules.choose(name, part.shape, dtype, device)
-        return keep(part.read(), layout, dtype, place)
+        if name in coded:
+            return _in_codes(part, (), dtype, place)
+        return keep(part.read(), rules.choose(name, part.shape, dtype, device), dtype, place)
 
     return kept
 
@@ -299,33 +290,35 @@ def _on_mesh(
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         partition = partitions[name]
-
-        def codes(index: Any, device: Any) -> Any:
-            first, *rest = index or (slice(None),) * len(part.shape)
-            if isinstance(part, Stacked):
-                assert part.block
-                shape = len(part.experts[first]), *part.shape[1:]
-                return of_experts(part.read_codes(first), shape, part.block, dtype, device, part.packed)
-            assert isinstance(part, Dequantised)
-            if part.turned:
-                return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, device)
-            unit = partition.unit(part.shape)
-            found = [part.read_codes_of(rows, *rest, unit) for rows in pieces_of(first, partition)]
-            own, scales, (block, *_) = zip(*found, strict=True)
-            scale = torch.cat(scales) if scales[0].numel() > 1 else scales[0]
-            int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
-            return of_codes(torch.cat(own), scale, block, dtype, device, int4, by_rows)
-
-        def read(index: Any) -> torch.Tensor:
-            return part.read_part(index).to(dtype)
-
         if name in coded:
-            return place_codes(codes, part.shape, partition)
-        device = partition.mesh.devices.flat[0]
-        put = place_quantised if rules.in_codes(name, part.shape, dtype, device) else place
-        return put(read, part.shape, partition)
+            return place_parts(
+                lambda index, device: _in_codes(part, index, dtype, device, partition), part.shape, partition
+            )
+        narrow = rules.in_codes(name, part.shape, dtype, partition.mesh.devices.flat[0])
+        put = place_quantised if narrow else place
+        return put(lambda index: part.read_part(index).to(dtype), part.shape, partition)
 
     return kept
+
+
+def _in_codes(
+    part: Any, index: tuple[slice, ...], dtype: torch.dtype, place: Any, partition: Partition | None = None
+) -> Any:
+    """A stored weight, or the part at an index (empty: all) of one that is cut, as it is stored."""
+    first, *rest = index or [slice(None)] * len(part.shape)
+    if isinstance(part, Stacked):
+        assert part.block
+        shape, one = (len(part.experts[first]), *part.shape[1:]), part.experts[0][0]
+        int4 = isinstance(one, Dequantised) and isinstance(one.codes, Packed)
+        return of_experts(part.read_codes(first), shape, part.block, dtype, place, int4)
+    if part.turned:
+        return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, place)
+    unit = 0 if partition is None else partition.unit(part.shape)
+    pieces = [first] if partition is None else pieces_of(first, partition)
+    own, scales, (block, *_) = zip(*(part.read_codes_of(rows, rest[0], unit) for rows in pieces), strict=True)
+    scale = torch.cat(scales) if scales[0].numel() > 1 else scales[0]
+    int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
+    return of_codes(torch.cat(own), scale, block, dtype, place, int4, by_rows)
 
 
 def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTrainedModel:

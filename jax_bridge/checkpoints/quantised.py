@@ -101,11 +101,6 @@ class Dequantised:
         """Codes and scales as stored."""
         return self.codes.read(), self.scales.read()
 
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether the last block of inputs is as long as the others."""
-        return self.turned or self.shape[-1] % self.block[1] == 0
-
     def read_codes_of(self, rows: slice, columns: slice, unit: int = 0) -> tuple[Tensor, Tensor, Block]:
         """Codes and scales of a part of a matrix, and its block.
 

@@ -76,5 +76,5 @@ class OneDevice:
 
 def rules_of(pair: Pair, **arithmetic: Any) -> LayoutRules:
     """The rules for the layouts of a pair's weights."""
-    head, latents = pair.target.model.get_output_embeddings(), weights_of(pair.target.latents, "target.model.")
-    return LayoutRules.of(pair, head, latents, **arithmetic)
+    latents = weights_of(pair.target.latents, "target.model.")
+    return LayoutRules.of(pair, pair.target.model.get_output_embeddings(), latents, **arithmetic)

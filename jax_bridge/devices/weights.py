@@ -20,6 +20,7 @@ from jax_bridge.arrays import default_device
 from jax_bridge.devices.samples import SAMPLES, check_ordinary, on_host, samples, unchanged
 from jax_bridge.mesh.cut import Partition
 from jax_bridge.mesh.put import place, place_quantised, relocated
+from jax_bridge.weights.codes import Scaled
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, WeightLayout, keep
 
@@ -38,22 +39,11 @@ def version_of(tensor: torch.Tensor, counted: bool) -> Version:
     return tensor.data_ptr(), count, tensor.dtype, tensor.shape, tensor.stride(), view
 
 
-class OnDevice(NamedTuple):
-    """The layout of a weight on one device."""
+class Storage(NamedTuple):
+    """The layout of a weight at a place: whole on a device, or cut over a mesh by a `Partition`."""
 
     layout: WeightLayout
-    device: Any
-
-
-class OnChips(NamedTuple):
-    """The partition of a weight over a mesh; ``in_codes``: it is kept in 8 bits."""
-
-    partition: Partition
-    in_codes: bool
-
-
-Storage = OnDevice | OnChips
-"""A weight whole on a device, or cut over a mesh."""
+    place: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,11 +113,11 @@ def _convert(tensor: torch.Tensor, storage: Storage) -> Weight:
     version = version_of(tensor, counted)
     bits, view = on_host(view).copy(), on_host(view) if view.is_cpu else view
     parts = max(1, min(TURNS**2, len(bits) // (4 * SAMPLES))) if counted else 1
-    if isinstance(storage, OnChips):
-        put = place_quantised if storage.in_codes else place
-        weight = put(tensor.detach().__getitem__, tuple(tensor.shape), storage.partition)
+    if isinstance(storage.place, Partition):
+        put = place_quantised if storage.layout.format is Scaled else place
+        weight = put(tensor.detach().__getitem__, tuple(tensor.shape), storage.place)
     else:
-        weight = keep(tensor.detach(), storage.layout, place=storage.device)
+        weight = keep(tensor.detach(), storage.layout, place=storage.place)
     _changes[0] += 1
     used = {key: copy for key, copy in (_copies.get(tensor) or {}).items() if copy.weight() is not None}
     _copies[tensor] = used | {storage: _Copy(version, view, bits, parts, weakref.ref(weight))}
@@ -226,9 +216,9 @@ class Weights:
 
     def _storage(self, name: str, tensor: torch.Tensor) -> Storage:
         given = name, tuple(tensor.shape), tensor.dtype, self._device
-        if self._partitions is not None:
-            return OnChips(self._partitions[name], self._rules.in_codes(*given))
-        return OnDevice(self._rules.choose(*given), self._device)
+        if self._partitions is None:
+            return Storage(self._rules.choose(*given), self._device)
+        return Storage(WeightLayout(Scaled if self._rules.in_codes(*given) else None), self._partitions[name])
 
     def forget(self, tensors: dict[str, Any]) -> None:
         """Make every engine convert ``tensors`` on its next use of them."""

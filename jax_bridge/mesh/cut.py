@@ -39,9 +39,9 @@ class Partition(NamedTuple):
         """The sharding of the weight's array."""
         return NamedSharding(self.mesh, self.spec)
 
-    def keeps(self, block: int, shape: tuple[int, ...]) -> bool:
-        """Whether no ``block`` of inputs that share a scale lies on two chips."""
-        return self.place.shard_shape(shape)[-1] % block == 0
+    def of_blocks(self, size: int, shape: tuple[int, ...]) -> Partition:
+        """This partition; whole where it would part blocks of ``size`` inputs that share a scale."""
+        return Partition(self.mesh) if self.place.shard_shape(shape)[-1] % size else self
 
     def unit(self, shape: tuple[int, ...]) -> int:
         """Outputs of which each chip's rows begin at a multiple; 0: they are not cut."""
@@ -97,11 +97,10 @@ class InBlocks(OfOneArray):
         """``array`` with its rows in the model's order."""
         chips = self.partition.mesh.size
 
-        def together(leaf: Array, axis: int, ends: list[int]) -> Array:
-            lead, rest = leaf.shape[:axis], leaf.shape[axis + 1 :]
-            rows = leaf.reshape(*lead, chips, -1, *rest)
-            blocks = jnp.split(rows, [end // chips for end in ends], axis=axis + 1)
-            return jnp.concatenate([block.reshape(*lead, -1, *rest) for block in blocks], axis=axis)
+        def together(rows: Array, ends: list[int]) -> Array:
+            parts = rows.reshape(chips, -1, *rows.shape[1:])
+            blocks = jnp.split(parts, [end // chips for end in ends], axis=1)
+            return jnp.concatenate([block.reshape(-1, *rows.shape[1:]) for block in blocks])
 
         return _by_rows(together, self.array, self.partition)
 
@@ -110,21 +109,21 @@ def chip_by_chip(weight: Any, partition: Partition) -> Any:
     """The ``array`` of `InBlocks` from a weight with its rows in the model's order."""
     chips = partition.mesh.size
 
-    def apart(leaf: Array, axis: int, ends: list[int]) -> Array:
-        lead, rest = leaf.shape[:axis], leaf.shape[axis + 1 :]
-        parts = [block.reshape(*lead, chips, -1, *rest) for block in jnp.split(leaf, ends, axis=axis)]
-        return jnp.concatenate(parts, axis=axis + 1).reshape(leaf.shape)
+    def apart(rows: Array, ends: list[int]) -> Array:
+        parts = [block.reshape(chips, -1, *rows.shape[1:]) for block in jnp.split(rows, ends)]
+        return jnp.concatenate(parts, axis=1).reshape(rows.shape)
 
     return _by_rows(apart, weight, partition)
 
 
 def _by_rows(function: Callable, weight: Any, partition: Partition) -> Any:
-    """`function(leaf, axis, ends)` of each array: the axis of its rows, and the ends of blocks but the last."""
+    """`function(rows, ends)` of each array: its rows first, and the ends of blocks but the last."""
 
     def apply(spec: PartitionSpec, leaf: Array) -> Array:
         axis = [*spec].index(ALL)
         rows = sum(partition.blocks) // leaf.shape[axis]  # of the model, in one of the leaf's: a scale's
-        return function(leaf, axis, [end // rows for end in accumulate(partition.blocks)][:-1])
+        ends = [end // rows for end in accumulate(partition.blocks)][:-1]
+        return jnp.moveaxis(function(jnp.moveaxis(leaf, axis, 0), ends), 0, axis)
 
     return jax.tree.map(apply, specs_of(weight, partition), weight)
 
@@ -153,10 +152,10 @@ def specs_of(weight: Any, partition: Partition) -> Any:
 
 def fitting(weight: Any, partition: Partition) -> Partition:
     """``partition``; whole where it would part blocks of inputs that share a scale."""
-    parted = isinstance(weight, Blocks) and not partition.keeps(weight.array.shape[1], weight.shape)
-    return Partition(partition.mesh) if parted else partition
+    blocks = isinstance(weight, Blocks)
+    return partition.of_blocks(weight.array.shape[1], weight.shape) if blocks else partition
 
 
 def fitted(weight: Any, partition: Partition) -> Any:
-    """A weight in blocks of which each is on one chip of its `fitting` partition: smaller, with equal scales."""
+    """A weight in blocks that each lie on one chip of its `fitting` partition: smaller, with equal scales."""
     return weight.finer(partition.unit(weight.shape)) if isinstance(weight, Blocks) else weight

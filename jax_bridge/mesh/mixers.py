@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec

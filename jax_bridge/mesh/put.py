@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -31,40 +31,33 @@ Index = tuple[slice, ...]
 
 def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition) -> Any:
     """A weight on its mesh, in its format; `read` returns a part by its index and is called once for each."""
-    parts: dict[Any, np.ndarray] = {}
 
-    def part(index: Any) -> np.ndarray:
-        index = index or ()
-        key = _key(index)
-        if key not in parts and index:
-            pieces = [to_numpy(read((rows, *index[1:]))) for rows in pieces_of(index[0], partition)]
-            parts[key] = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
-        elif key not in parts:
-            parts[key] = to_numpy(read(index))
-        return parts[key]
+    def part(index: Index, device: Any) -> np.ndarray:
+        if not partition.blocks:
+            return to_numpy(read(index))
+        pieces = rows_of_chip(index[0], partition)
+        return np.concatenate([to_numpy(read((rows, *index[1:]))) for rows in pieces])
 
-    array = jax.make_array_from_callback(shape, partition.place, part).block_until_ready()
-    return in_format(row_major(array), partition)
+    return place_parts(part, shape, partition)
 
 
-def place_codes(read: Callable[[Index, Any], Any], shape: tuple[int, ...], partition: Partition) -> Any:
-    """A weight in codes on its mesh; `read` returns a chip's part at a device, and is called once for each.
+def place_parts(read: Callable[[Index, Any], Any], shape: tuple[int, ...], partition: Partition) -> Any:
+    """A weight on its mesh; `read` returns a part in its format, for a device, and is called once for each.
 
-    ``partition`` parts no block (`jax_bridge.mesh.cut.fitting`).
+    ``partition`` parts no block of codes (`jax_bridge.mesh.cut.fitting`).
     """
-    parts: dict[Any, Any] = {}
+    parts: dict[Any, list[Any]] = {}
     for device, index in partition.place.addressable_devices_indices_map(shape).items():
-        index = index or ()
-        known = parts.get(_key(index)) or [read(index, device)]
-        parts[_key(index)] = [*known, bound_to(known[0], device)]
+        key = tuple((one.start, one.stop) for one in index or ())
+        known = parts.get(key) or [read(index or (), device)]
+        parts[key] = [*known, bound_to(known[0], device)]
     arrays = [array for _, *own in parts.values() for array in own]
 
     def whole(spec: PartitionSpec, *own: Any) -> jax.Array:
-        where = NamedSharding(partition.mesh, spec)
-        chips = partition.mesh.size
+        where, chips = NamedSharding(partition.mesh, spec), partition.mesh.size
         shares = zip(own[0].shape, where.shard_shape((chips,) * own[0].ndim), strict=True)
         size = tuple(length * chips // share for length, share in shares)
-        return row_major(jax.make_array_from_single_device_arrays(size, where, [*own]))
+        return row_major(jax.make_array_from_single_device_arrays(size, where, [*own])).block_until_ready()
 
     return in_format(jax.tree.map(whole, specs_of(arrays[0], partition), *arrays), partition)
 
@@ -73,28 +66,24 @@ def place_quantised(
     read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition
 ) -> Any:
     """A matrix on its mesh in integers of 8 bits (`Scaled`); `read` returns whole rows by their index."""
-    latest: dict[Any, Any] = {}
+
+    @lru_cache(1)
+    def quantised(*ends: int) -> tuple[dict[str, torch.Tensor], str]:
+        own = torch.cat([read((piece,)) for piece in pieces_of(slice(*ends), partition)])
+        return by_rows(own), name_of(own.dtype)
 
     def part(index: Index, device: Any) -> Scaled:
         rows, columns = index
-        if (key := _key((rows,))) not in latest:
-            latest.clear()
-            own = torch.cat([read((piece,)) for piece in pieces_of(rows, partition)])
-            latest[key] = by_rows(own), name_of(own.dtype)
-        kept, dtype = latest[key]
-        kept = to_jax({"array": kept["array"][:, columns], "scale": kept["scale"]}, device=device)
+        kept, dtype = quantised(rows.start, rows.stop)
+        kept = to_jax(kept | {"array": kept["array"][:, columns]}, device=device)
         return Scaled(table=None, dtype=dtype, **kept)
 
-    return place_codes(part, shape, partition)
+    return place_parts(part, shape, partition)
 
 
 def pieces_of(rows: slice, partition: Partition) -> list[slice]:
     """A chip's rows in the model's order."""
     return rows_of_chip(rows, partition) if partition.blocks else [rows]
-
-
-def _key(index: Index) -> tuple:
-    return tuple((one.start, one.stop) for one in index)
 
 
 def relocated(weight: Any, where: Partition | Any) -> Any:

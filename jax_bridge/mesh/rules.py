@@ -30,7 +30,7 @@ OURS = {
 }
 """The plan of models without one: GPT-OSS has none for its layers, drafters have none at all."""
 _STYLES = {"colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "gather"}
-"""Styles of transformers' plans. MiniMax-M2 normalises queries and keys of all heads, so they are gathered."""
+"""Of transformers' plans. MiniMax-M2 normalises queries and keys over all heads, so they are gathered."""
 _GROUPED = re.compile(r"\.(k_proj|v_proj)\.")
 _ATTENTION = re.compile(r"\.self_attn\.")
 _MIXER = re.compile(r"\.linear_attn\.(.*)")

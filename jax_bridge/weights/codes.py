@@ -174,7 +174,7 @@ class Groups:
     outputs: int = 1
 
     @classmethod
-    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, int4: bool = False, block: Any = None) -> Groups:
+    def shapes(cls, shape: tuple, dtype: torch.dtype, int4: bool = False, block: Any = None) -> Groups:
         """The shapes of `of_pairs` for a stack [experts, in, out], in groups of `GROUP` inputs.
 
         ``int4``: those of `of_experts` off the CPU for a stack [experts, out, in], scales in ``dtype``.
@@ -182,7 +182,9 @@ class Groups:
         """
         if block is not None:
             own = Blocks.shapes(shape[1:], dtype, block)
-            laid, scale = (jax.ShapeDtypeStruct((shape[0], *one.shape), one.dtype) for one in (own.array, own.scale))
+            laid, scale = (
+                jax.ShapeDtypeStruct((shape[0], *one.shape), one.dtype) for one in (own.array, own.scale)
+            )
             return cls(laid, scale, name_of(dtype), transposed=False, outputs=block[0])
         size, out = shape[:0:-1] if int4 else shape[1:]
         kinds = (jnp.int4, jnp.dtype(name_of(dtype))) if int4 else (jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
@@ -225,7 +227,9 @@ class Groups:
 
     def _by_outputs(self) -> Float[Array, "experts blocks out"]:
         wide = self.scale.astype(jnp.float32)
-        return wide if self.outputs == 1 else jnp.repeat(wide, self.outputs, axis=2)[:, :, : self.array.shape[3]]
+        return (
+            wide if self.outputs == 1 else jnp.repeat(wide, self.outputs, axis=2)[:, :, : self.array.shape[3]]
+        )
 
 
 InCodes = Scaled | Blocks | Groups
@@ -257,7 +261,9 @@ def of_pairs(codes: Tensor, scale: Tensor, dtype: torch.dtype, place: Any) -> Gr
         expert[:] = apart.permute(1, 2, 0).numpy()
     exponents = scale.permute(0, 2, 1).contiguous().numpy()
     kept = laid.view(jnp.float4_e2m1fn), exponents.view(jnp.float8_e8m0fnu)
-    array, exponent = jax.device_put(kept, None if default_device().platform == "cpu" else place)  # `bound_to`
+    array, exponent = jax.device_put(
+        kept, None if default_device().platform == "cpu" else place
+    )  # `bound_to`
     return Groups(array, exponent, name_of(dtype))
 
 

@@ -241,7 +241,9 @@ def test_experts_in_8_bits_multiply_as_their_values(block, dtype):
     back = jb.to_torch(kept.array.view(jnp.uint8)).permute(0, 3, 1, 2).reshape(3, 24, 128)
     assert torch.equal(back, torch.stack([codes.view(torch.uint8) for codes, *_ in experts]))
     spread = [scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1) for _, scale, _ in experts]
-    values = torch.stack([pair[0].double() * scale.double() for pair, scale in zip(experts, spread, strict=True)])
+    values = torch.stack(
+        [pair[0].double() * scale.double() for pair, scale in zip(experts, spread, strict=True)]
+    )
     close = {"rtol": 1e-6 if dtype == torch.float32 else 4e-3, "atol": 0}
     torch.testing.assert_close(jb.to_torch(plain(kept)).double(), values, **close)
     shapes = Groups.shapes(kept.shape, dtype, block=block)

@@ -210,7 +210,10 @@ def test_codes_are_counted(folders, compiler, tmp_path, capsys, chips):
         counted = sum(size for kind, size in found[form]["bytes"].items() if kind != "temporaries")
         assert chips > 1 or counted == held(folders, 1, 64, quantize=form)
     said = capsys.readouterr().out
-    assert "Weights in int8; every row" in said and found["int8"]["slices"].keys() == found[None]["slices"].keys()
+    assert (
+        "Weights in int8; every row" in said
+        and found["int8"]["slices"].keys() == found[None]["slices"].keys()
+    )
     assert found["int8"]["bytes"]["target_weights"] < 0.75 * found[None]["bytes"]["target_weights"]
 
 

@@ -8,7 +8,17 @@ from jax.sharding import PartitionSpec as P
 from support.slices import run_on_four
 
 from jax_bridge.checkpoints.quantised import Dequantised
-from jax_bridge.mesh.cut import BLOCKS, COLUMN, EXPERTS, ROW, Partition, chip_by_chip, fitted, fitting, specs_of
+from jax_bridge.mesh.cut import (
+    BLOCKS,
+    COLUMN,
+    EXPERTS,
+    ROW,
+    Partition,
+    chip_by_chip,
+    fitted,
+    fitting,
+    specs_of,
+)
 from jax_bridge.mesh.put import share_of
 from jax_bridge.mesh.shape import ALL, KV
 from jax_bridge.weights.codes import Blocks, Groups, Scaled, of_codes
@@ -199,7 +209,7 @@ def test_a_checkpoint_keeps_its_codes_on_four_devices(tmp_path):
      ("mxfp4", None, 1.3), ("int4", None, 1.3), ("fp8_experts", None, 1.3)],
 )  # fmt: skip
 def test_every_form_of_a_checkpoint(tmp_path, form, quantize, most):
-    """Of "fp8_32" and "int4" a part of four devices would end inside of a block: those weights are whole."""
+    """A part of four devices would end inside of a block in "fp8_32" and "int4": those weights are whole."""
     loaded(tmp_path, form, (2, 4), quantize, most)
 
 

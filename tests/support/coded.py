@@ -6,15 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from support.quantised import publish, publish_int4
-from support.slices import make_sliceable
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.weights import layout
 from jax_bridge.weights.formats import plain
+from support.quantised import publish, publish_int4
+from support.slices import make_sliceable
 from torch_dflash.requests.prompts import pad_rows
 
+__all__ = ["MIXED", "PROMPTS", "ROOM", "alike", "as_off_the_cpu", "drafted", "jax", "jb", "make_sliceable"]
+__all__ += ["np", "pad_rows", "publish_as", "said", "same_values", "share", "td", "torch"]
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
 ROOM = {"max_length": 96, "batch_size": 3, "prefill_chunk_size": 32, "filters": False}
 MIXED = {"do_sample": True, "temperature": [0.0, 1.0, 2.0], "top_k": 0, "seed": 3, "max_new_tokens": 24}
