@@ -20,6 +20,8 @@ from jax_bridge.devices.on_mesh import Place, places_of
 from jax_bridge.devices.one_device import OneDevice
 from jax_bridge.devices.samples import checksum
 from jax_bridge.devices.spare import Spare, dense_layers, fit, with_caches, without_caches
+from jax_bridge.mesh.cut import Cut, InBlocks
+from jax_bridge.mesh.put import held_of
 from jax_bridge.programs.lower import (
     Programs,
     lower,
@@ -144,7 +146,8 @@ class XlaRuntime:
             return
         weights = {name: shape_of(leaf) for name, leaf in tensors.items()}
         weights, state = self._place.share(weights, self._state_dtypes.shapes(weights))
-        weights |= {name: leaf for name, leaf in tensors.items() if isinstance(leaf, Multiplier | Groups)}
+        codes = Multiplier | Groups | Cut | InBlocks
+        weights |= {name: held_of(leaf) for name, leaf in tensors.items() if isinstance(leaf, codes)}
         others = ", batch_size or pool_pages" if self.plan.cache == "paged" else " or batch_size"
         check_memory(
             {"weights": bytes_of(weights), "state": bytes_of(state)},

@@ -119,9 +119,9 @@ def abstract_pair(
         verify_width: rows M of the verify pass; the whole block by default.
         rows: of a tree of the drafter's block (`td.TreeProposer`), the anchor included; None: a chain.
         quantize: "int8" as in `torch_dflash.compile`, or "fp8": the target's linear weights as FP8
-            checkpoints hold them, with a scale for each `FP8_BLOCK`, or "mxfp4": experts that are stored
+            checkpoints hold them, and experts, with a scale for each `FP8_BLOCK`, or "mxfp4": experts stored
             [experts, in, out], as gpt-oss's, in 4 bits, or "int4": those that are stored [experts, out, in],
-            in 4 bits with scales in ``dtype``, as Kimi-K2.5's; on one chip.
+            in 4 bits with scales in ``dtype``, as Kimi-K2.5's.
         dtype: of the weights, and so of every cache. Buffers such as rotary frequencies keep theirs.
         plan: further fields of `DecodePlan`.
 
@@ -253,13 +253,14 @@ def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Sh
     rules = LayoutRules.of(pair, head, latents, quantize=None if published else quantize)
     fp8 = rules.linear - latents.keys() if quantize == "fp8" else ()
     coded = {name for name in fp8 if name.startswith("target.")}
-    stacks = _stacks(pair, quantize) if quantize in ("mxfp4", "int4") else ()
+    stacks = _stacks(pair, quantize) if published else ()
+    block = FP8_BLOCK if quantize == "fp8" else None
 
     def shapes(name: str, shape: tuple[int, ...]) -> Any:
         if name in coded and not shape[1] % FP8_BLOCK[1]:
             return Blocks.shapes(shape, dtype, FP8_BLOCK)
         if name in stacks:
-            return Groups.shapes(shape, dtype, int4=quantize == "int4")
+            return Groups.shapes(shape, dtype, int4=quantize == "int4", block=block)
         return rules.shapes(name, shape, dtype, ABSENT)
 
     weights = {name: shapes(name, tuple(weight.shape)) for name, weight in pair.named_parameters()}
@@ -267,17 +268,20 @@ def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Sh
 
 
 def _stacks(pair: Pair, quantize: str) -> set[str]:
-    """Names of the target's experts that MXFP4 ([experts, in, out]) or int4 ([experts, out, in]) hold."""
+    """Names of the target's experts: MXFP4 holds [experts, in, out], int4 and FP8 [experts, out, in]."""
     transposed = quantize == "mxfp4"
+    rows, columns = FP8_BLOCK if quantize == "fp8" else (1, GROUP)
     parts = [(f"target.{name}", part) for name, part in pair.target.named_modules()]
     found = {
         f"{name}.{own}"
         for name, part in parts
         if getattr(part, "is_transposed", None) is transposed
         for own, weight in part.named_parameters(recurse=False)
-        if weight.ndim == 3 and not weight.shape[1 if transposed else 2] % GROUP
+        if weight.ndim == 3
+        and not weight.shape[1 if transposed else 2] % columns
+        and not weight.shape[2 if transposed else 1] % rows
     }
-    if not found:
+    if not found and quantize != "fp8":
         raise ValueError(
             f"quantize={quantize!r}: no experts of the target are stored "
             f"[experts, {'in, out' if transposed else 'out, in'}]; leave it out."

@@ -54,7 +54,7 @@ def fit_memory(
         programs: count temporaries of programs; else nothing is compiled, arrays are not padded to whole
             tiles, and the answer comes at once.
         say: called with a line before every compilation.
-        plan: further options of the pair, such as ``cache="paged"``; with ``quantize=``, of one chip.
+        plan: further options of the pair, such as ``cache="paged"`` and ``quantize=``.
 
     Returns:
         Bytes of one chip by purpose (``bytes``: `jax_bridge.aot.sizes.HELD` and temporaries),
@@ -66,9 +66,6 @@ def fit_memory(
         that is not decoded on several chips. CompileError: even a few layers do not fit.
     """
     hbm, size = HBM[generation_of(topology)], Size(batch_size, context)
-    as_it_is = plan.get("quantize") is None
-    if not as_it_is and chips != 1:
-        raise ValueError(f"quantize={plan['quantize']!r} with chips={chips}: is for one chip; pass chips=1.")
     chips = len(find_topology(topology).devices) if chips is None else chips
     pair = spread(target, drafter, size, topology, slice_devices(topology, chips).size, **plan)
     fit = _Fit(pair, size, hbm, positions_of(target), programs, say)
@@ -89,7 +86,7 @@ def fit_memory(
         "hbm_bytes": hbm,
         "fits": total <= hbm,
         "largest": {what: fit.largest(what, confirm and programs) for what in search},
-        "slices": smallest_slices(pair, Size(1, context), fit.known, _most(spent)) if as_it_is else {},
+        "slices": smallest_slices(pair, Size(1, context), fit.known, _most(spent)),
     }
 
 

@@ -16,6 +16,7 @@ from jax_bridge.aot.floor import Floor, Shares, floor_of
 from jax_bridge.arrays import row_major_format
 from jax_bridge.devices.on_mesh import OnMesh, shardings
 from jax_bridge.mesh.cut import in_format
+from jax_bridge.mesh.put import fit_shapes, places_of
 from jax_bridge.mesh.rules import heads_of
 from jax_bridge.mesh.shape import AXIS, KV
 from jax_bridge.tails import cut_tails
@@ -31,9 +32,9 @@ def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
     """A step's arguments on the chips of a slice."""
 
     def weight(name: str, leaf: Any) -> Any:
-        partition = place.partitions[name]
-        at = jax.tree.map(partial(shape_at, place=partition.place, by_rows=True), leaf)
-        return in_format(at, partition)
+        leaf, partition = fit_shapes(leaf, place.partitions[name])
+        places = places_of(leaf, partition)
+        return in_format(jax.tree.map(partial(shape_at, by_rows=True), leaf, places), partition)
 
     weights = {name: weight(name, leaf) for name, leaf in params.items()}
     given = jax.eval_shape(partial(cut_tails, blocks=place.slice.blocks), (state, *more))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from jax_bridge.checkpoints.quantised import Dequantised, Packed
+from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.storage.weight_files import Stored
 
 # A stacked weight's name -> the tensors of an expert for it, in the order of rows; then Mixtral's names.
@@ -46,17 +46,17 @@ class Stacked:
         return sum(part.nbytes for expert in self.experts for part in expert)
 
     @property
-    def group(self) -> int | None:
-        """Inputs that share a scale if all experts are int4 in whole groups of as many; None: they are not.
+    def block(self) -> tuple[int, int] | None:
+        """Rows and inputs that share a scale if all experts are codes in whole blocks; None: they are not.
 
-        Their scales are of one type.
+        Codes are of one type, and scales, too.
         """
-        (size, _), *others = {_group_of(part) for expert in self.experts for part in expert}
-        return None if others or size is None or self.shape[2] % size else size
+        (block, *_), *others = {_block_of(part) for expert in self.experts for part in expert}
+        return None if others else block
 
-    def read_codes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Codes [out, in] and scales [out, in / `group`] of each expert."""
-        for expert in self.experts:
+    def read_codes(self, which: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes [out, in] and scales of each `block`, of each expert or of some."""
+        for expert in self.experts[which]:
             parts = (part.read_codes() for part in expert if isinstance(part, Dequantised))
             codes, scales = map(torch.cat, zip(*parts, strict=True))
             yield codes, scales
@@ -78,11 +78,12 @@ class Stacked:
         return whole
 
 
-def _group_of(part: Stored | Dequantised) -> tuple[int | None, torch.dtype]:
-    """(Inputs that share a scale, its type) of rows in int4; (None, ...) of others."""
-    if isinstance(part, Dequantised) and isinstance(part.codes, Packed) and part.block[0] == 1:
-        return part.block[1], part.scales.dtype
-    return None, part.dtype
+def _block_of(part: Stored | Dequantised) -> tuple[tuple[int, int] | None, torch.dtype, torch.dtype]:
+    """(Rows and inputs that share a scale, types of codes and scales) of whole blocks; else (None, ...)."""
+    if isinstance(part, Dequantised) and len(part.scales.shape) == 2:
+        if not any(side % own for side, own in zip(part.shape, part.block, strict=True)):
+            return part.block, part.codes.dtype, part.scales.dtype
+    return None, part.dtype, part.dtype
 
 
 def find_experts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -24,11 +25,11 @@ from jax_bridge.checkpoints.quantised import Dequantised, Packed, dequantised
 from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.mesh.cut import Partition
-from jax_bridge.mesh.put import part_of, place, put
+from jax_bridge.mesh.put import pieces_of, place, place_parts, place_quantised, put, share_of
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
-from jax_bridge.weights.codes import of_codes, of_experts, of_pairs
+from jax_bridge.weights.codes import Scaled, of_codes, of_experts, of_pairs
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, check_arithmetic, check_loaded, keep
 from torch_dflash.checks import check_arithmetic as check_choice
@@ -128,10 +129,10 @@ def load(
             Weights that the model class keeps in float32, and buffers such as rotary frequencies, keep
             theirs.
         quantize: "int8" keeps linear weights in 8 bits, one by one as they are read, as in
-            `torch_dflash.compile`; on one device.
-        keep_codes: keep linear weights that are stored in 8 bits or packed int4, and experts in MXFP4 or
-            packed int4, as they are stored, codes and scales; on one device. Unset, and for experts in 8
-            bits, they are dequantised to ``dtype``.
+            `torch_dflash.compile`; on a mesh off the CPU alone.
+        keep_codes: keep linear weights that are stored in 8 bits or packed int4, and experts in these or in
+            MXFP4, as they are stored, codes and scales. On a mesh no block of inputs is on two devices:
+            where blocks do not divide, each has the whole weight. Unset, they are dequantised to ``dtype``.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
         **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -152,8 +153,6 @@ def load(
     devices = devices_of(mesh)
     check_flag(keep_codes=keep_codes)
     check_arithmetic(default_device().platform, devices is not None, quantize=quantize)
-    if keep_codes and devices is not None:
-        raise ValueError("keep_codes=True with a mesh: load on one device (leave mesh out), or leave it out.")
     check_distinct(devices or [])
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
@@ -168,7 +167,8 @@ def load(
         return read()
 
     def digest(found: DeviceModel) -> dict[str, str]:
-        return {"the mesh": hosts.order(mesh), "the checkpoint": found.checkpoint}
+        forms = f"quantize={quantize!r}, keep_codes={keep_codes}"
+        return {"the mesh": hosts.order(mesh), "the form": forms, "the checkpoint": found.checkpoint}
 
     return read_compared(hosts, "jb.load", read, digest)
 
@@ -203,8 +203,13 @@ def _load(
     rules = LayoutRules.of(model, model.get_output_embeddings(), latents, quantize=quantize)
     coded = _coded(parts, rules.linear - latents.keys()) if keep_codes else set()
     stored_bytes = {name: parts[name][0].nbytes for name in coded}
+    if partitions is not None:
+        for name in coded:
+            part = parts[name][0]
+            if isinstance(part, Dequantised) and not part.turned and part.block[1] < part.shape[1]:
+                partitions[name] = partitions[name].of_blocks(part.block[1], part.shape)
     _check_memory(live, types, partitions, rules, stored_bytes)
-    keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions)
+    keep_part = _on_device(rules, coded) if partitions is None else _on_mesh(partitions, rules, coded)
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
@@ -239,8 +244,15 @@ def _check_memory(
         }
         shapes |= {name: jax.ShapeDtypeStruct((size,), jnp.uint8) for name, size in stored.items()}
     else:
-        shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
-        shapes = {name: part_of(shape, partitions[name].place) for name, shape in shapes.items()}
+        shapes = {}
+        for name, tensor in live.items():
+            given = tuple(tensor.shape), types.get(name) or tensor.dtype
+            coded = rules.in_codes(name, *given, partitions[name].mesh.devices.flat[0])
+            whole = Scaled.shapes(*given) if coded else shape_of(tensor.to(given[1]))
+            shapes[name] = share_of(whole, partitions[name])
+            if name in stored:
+                parts = tensor.numel() // prod(partitions[name].place.shard_shape(given[0]))
+                shapes[name] = jax.ShapeDtypeStruct((stored[name] // parts,), jnp.uint8)
     devices = [default_device()] if partitions is None else next(iter(partitions.values())).mesh.devices.flat
     more = "several devices" if partitions is None else "a larger mesh"
     check_memory({"weights": bytes_of(shapes)}, memory_of(devices), f"load the model on {more}, mesh=...")
@@ -250,9 +262,11 @@ def _coded(parts: dict[str, list[Source]], linear: set[str] | frozenset[str]) ->
     """Names of the weights that can stay codes: ``linear`` ones, and stacks in MXFP4 and int4."""
     stored = {name: group[0] for name, group in parts.items() if group}
     codes = {name: part for name, part in stored.items() if isinstance(part, Dequantised)}
-    stacks = {name for name, part in stored.items() if isinstance(part, Stacked) and part.group}
+    stacks = {name for name, part in stored.items() if isinstance(part, Stacked) and part.block}
     return stacks | {
-        name for name, part in codes.items() if (len(part.shape) == 3 if part.turned else name in linear)
+        name
+        for name, part in codes.items()
+        if (len(part.shape) == 3 if part.turned else name in linear and not part.shape[1] % part.block[1])
     }
 
 
@@ -262,27 +276,49 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         place = SingleDeviceSharding(device)
-        if name in coded and isinstance(part, Stacked) and part.group:
-            return of_experts(part.read_codes(), part.shape, part.group, dtype, place)
-        if name in coded and isinstance(part, Dequantised):
-            if part.turned:
-                return of_pairs(*part.read_codes(), dtype, place)
-            int4 = isinstance(part.codes, Packed)
-            if (weight := of_codes(*part.read_codes(), part.block, dtype, place, int4)) is not None:
-                return weight
-        layout = rules.choose(name, part.shape, dtype, device)
-        return keep(part.read(), layout, dtype, place)
+        if name in coded:
+            return _in_codes(part, (), dtype, place)
+        return keep(part.read(), rules.choose(name, part.shape, dtype, device), dtype, place)
 
     return kept
 
 
-def _on_mesh(partitions: dict[str, Partition]) -> Callable[[str, Source, torch.dtype], Weight]:
+def _on_mesh(
+    partitions: dict[str, Partition], rules: LayoutRules, coded: set[str]
+) -> Callable[[str, Source, torch.dtype], Weight]:
     """Copies a stored weight to a mesh; this process reads the parts of its devices."""
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
-        return place(lambda index: part.read_part(index).to(dtype), part.shape, partitions[name])
+        partition = partitions[name]
+        if name in coded:
+            return place_parts(
+                lambda index, device: _in_codes(part, index, dtype, device, partition), part.shape, partition
+            )
+        narrow = rules.in_codes(name, part.shape, dtype, partition.mesh.devices.flat[0])
+        put = place_quantised if narrow else place
+        return put(lambda index: part.read_part(index).to(dtype), part.shape, partition)
 
     return kept
+
+
+def _in_codes(
+    part: Any, index: tuple[slice, ...], dtype: torch.dtype, place: Any, partition: Partition | None = None
+) -> Any:
+    """A stored weight, or the part at an index (empty: all) of one that is cut, as it is stored."""
+    first, *rest = index or [slice(None)] * len(part.shape)
+    if isinstance(part, Stacked):
+        assert part.block
+        shape, one = (len(part.experts[first]), *part.shape[1:]), part.experts[0][0]
+        int4 = isinstance(one, Dequantised) and isinstance(one.codes, Packed)
+        return of_experts(part.read_codes(first), shape, part.block, dtype, place, int4)
+    if part.turned:
+        return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, place)
+    unit = 0 if partition is None else partition.unit(part.shape)
+    pieces = [first] if partition is None else pieces_of(first, partition)
+    own, scales, (block, *_) = zip(*(part.read_codes_of(rows, rest[0], unit) for rows in pieces), strict=True)
+    scale = torch.cat(scales) if scales[0].numel() > 1 else scales[0]
+    int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
+    return of_codes(torch.cat(own), scale, block, dtype, place, int4, by_rows)
 
 
 def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTrainedModel:

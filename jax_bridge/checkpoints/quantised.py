@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jax_bridge.checkpoints.method import INSTEAD, Method
 from torch_dflash.storage.weight_files import NARROW, Stored, read_all
+
+Block = tuple[int, int]
 
 _PAIR = 2  # MXFP4 stores two values a byte
 _WORD = 8  # codes of 4 bits in an integer of 32
@@ -98,6 +100,25 @@ class Dequantised:
     def read_codes(self) -> tuple[Tensor, Tensor]:
         """Codes and scales as stored."""
         return self.codes.read(), self.scales.read()
+
+    def read_codes_of(self, rows: slice, columns: slice, unit: int = 0) -> tuple[Tensor, Tensor, Block]:
+        """Codes and scales of a part of a matrix, and its block.
+
+        ``columns`` part no block. ``unit``: ``rows`` begin and end at a multiple of it; blocks become shorter
+        where need be, so that they do, too. 0: ``rows`` are all.
+        """
+        (start, stop, _), size = rows.indices(self.shape[0]), self.block[1]
+        step = gcd(self.block[0], unit)
+        first, last = _blocks(start, stop, self.block[0])
+        codes = self.codes.read_part((rows, columns))
+        block = step, min(size, codes.shape[1])
+        if prod(self.scales.shape) == 1:
+            return codes, self.scales.read(), block
+        inputs = slice(*_blocks(*columns.indices(self.shape[1])[:2], size))
+        scales = self.scales.read_part((slice(first, last), inputs))
+        begin = (start - first * self.block[0]) // step
+        scales = scales.repeat_interleave(self.block[0] // step, 0)
+        return codes, scales[begin : begin + -(-(stop - start) // step)], block
 
     def read(self) -> Tensor:
         """The dequantised values."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, NamedSharding
 
-from jax_bridge.devices.one_device import OneDevice
+from jax_bridge.devices.one_device import OneDevice, rules_of
 from jax_bridge.devices.weights import Weights
 from jax_bridge.mesh.current import WHOLE, P, Slice
-from jax_bridge.mesh.put import part_of, put, put_leaf, whole
+from jax_bridge.mesh.put import part_of, put, put_leaf, share_of, whole
 from jax_bridge.mesh.refusals import check_pair_on_mesh
 from jax_bridge.mesh.rules import heads_of, partitions_of, slice_of
 from jax_bridge.mesh.shape import ALL, check_distinct, parts_of, slice_mesh
 from jax_bridge.state import is_cache, register_states
 from jax_bridge.tails import cut_tails, is_recurrent, whole_tails
+from jax_bridge.weights.codes import InCodes, Scaled
 from jax_bridge.weights.layout import check_arithmetic
 from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.decode import Pair
@@ -34,15 +35,16 @@ class OnMesh:
         partitions: of each weight by name.
     """
 
-    def __init__(self, pair: Pair, mesh: Mesh):
+    def __init__(self, pair: Pair, mesh: Mesh, **arithmetic: Any):
         self.mesh, self.slice = mesh, slice_of(pair, mesh)
         self.devices = set(mesh.devices.flat)
         self.platform = mesh.devices.flat[0].platform
         self.partitions = partitions_of(pair, mesh)
+        self._rules, self._device = rules_of(pair, **arithmetic), mesh.devices.flat[0]
 
     def weights(self) -> Weights:
         """The live weights, cut over the mesh."""
-        return Weights(self.partitions)
+        return Weights(self._rules, self._device, self.partitions)
 
     def step(self, step: Callable) -> Callable:
         """``step`` traced for the slice; its state keeps its shardings, so that buffers stay in place.
@@ -63,10 +65,13 @@ class OnMesh:
 
     def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
         """One chip's part of weights by name and of a state, all as shapes."""
-        places = {name: self.partitions[name].place for name in weights}
-        own = {
-            name: jax.tree.map(partial(part_of, where=places[name]), leaf) for name, leaf in weights.items()
-        }
+
+        def kept(name: str, leaf: Any) -> Any:
+            given = name, leaf.shape, getattr(torch, jnp.dtype(leaf.dtype).name)
+            coded = not isinstance(leaf, InCodes) and self._rules.in_codes(*given, self._device)
+            return share_of(Scaled.shapes(*given[1:]) if coded else leaf, self.partitions[name])
+
+        own = {name: kept(name, leaf) for name, leaf in weights.items()}
         return own, jax.tree.map(part_of, state, shardings(state, self.slice))
 
     def host_output(self, step: Callable) -> Callable:
@@ -151,4 +156,4 @@ def places_of(pair: Pair, plan: DecodePlan, mesh: Any, replicas: int, **arithmet
     for devices in parts:
         check_distinct(devices)
     heads = heads_of(pair.target.config)
-    return [OnMesh(pair, slice_mesh(devices, heads)) for devices in parts]
+    return [OnMesh(pair, slice_mesh(devices, heads), **arithmetic) for devices in parts]

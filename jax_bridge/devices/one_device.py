@@ -27,9 +27,7 @@ class OneDevice:
 
     def __init__(self, pair: Pair, device: Any, **arithmetic: Any):
         self.devices, self._device, self.platform = {device}, device, device.platform
-        head = pair.target.model.get_output_embeddings()
-        latents = weights_of(pair.target.latents, "target.model.")
-        self._rules = LayoutRules.of(pair, head, latents, **arithmetic)
+        self._rules = rules_of(pair, **arithmetic)
 
     def weights(self) -> Weights:
         """The live weights on this device."""
@@ -74,3 +72,9 @@ class OneDevice:
         if all(leaf.is_deleted() or leaf.devices() == self.devices for leaf in arrays):
             return state
         return jax.device_put(whole_tails(state), self._device)
+
+
+def rules_of(pair: Pair, **arithmetic: Any) -> LayoutRules:
+    """The rules for the layouts of a pair's weights."""
+    latents = weights_of(pair.target.latents, "target.model.")
+    return LayoutRules.of(pair, pair.target.model.get_output_embeddings(), latents, **arithmetic)

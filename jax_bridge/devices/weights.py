@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from jax_bridge.arrays import default_device
 from jax_bridge.devices.samples import SAMPLES, check_ordinary, on_host, samples, unchanged
 from jax_bridge.mesh.cut import Partition
-from jax_bridge.mesh.put import place, relocated
+from jax_bridge.mesh.put import place, place_quantised, relocated
+from jax_bridge.weights.codes import Scaled
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, WeightLayout, keep
 
@@ -38,15 +39,11 @@ def version_of(tensor: torch.Tensor, counted: bool) -> Version:
     return tensor.data_ptr(), count, tensor.dtype, tensor.shape, tensor.stride(), view
 
 
-class OnDevice(NamedTuple):
-    """The layout of a weight on one device."""
+class Storage(NamedTuple):
+    """The layout of a weight at a place: whole on a device, or cut over a mesh by a `Partition`."""
 
     layout: WeightLayout
-    device: Any
-
-
-Storage = OnDevice | Partition
-"""A weight whole on a device, or cut over a mesh."""
+    place: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +113,11 @@ def _convert(tensor: torch.Tensor, storage: Storage) -> Weight:
     version = version_of(tensor, counted)
     bits, view = on_host(view).copy(), on_host(view) if view.is_cpu else view
     parts = max(1, min(TURNS**2, len(bits) // (4 * SAMPLES))) if counted else 1
-    if isinstance(storage, Partition):
-        weight = place(tensor.detach().__getitem__, tuple(tensor.shape), storage)
+    if isinstance(storage.place, Partition):
+        put = place_quantised if storage.layout.format is Scaled else place
+        weight = put(tensor.detach().__getitem__, tuple(tensor.shape), storage.place)
     else:
-        weight = keep(tensor.detach(), storage.layout, place=storage.device)
+        weight = keep(tensor.detach(), storage.layout, place=storage.place)
     _changes[0] += 1
     used = {key: copy for key, copy in (_copies.get(tensor) or {}).items() if copy.weight() is not None}
     _copies[tensor] = used | {storage: _Copy(version, view, bits, parts, weakref.ref(weight))}
@@ -130,14 +128,17 @@ class Weights:
     """The arrays one engine uses, by name.
 
     Args:
-        storages: the rules for layouts on one device (`jax_bridge.weights.layout`), or partitions by name.
-        device: of weights that are whole; unset: JAX's default.
+        rules: for layouts (`jax_bridge.weights.layout`); of a mesh, for the weights that are codes.
+        device: of weights that are whole, or a mesh's first; unset: JAX's default.
+        partitions: by name, of weights on a mesh.
 
     Arrays that were loaded on other devices, those of the first replica, are copied once.
     """
 
-    def __init__(self, storages: LayoutRules | dict[str, Partition], device: Any = None):
-        self._storages, self._device = storages, device or default_device()
+    def __init__(
+        self, rules: LayoutRules, device: Any = None, partitions: dict[str, Partition] | None = None
+    ):
+        self._rules, self._device, self._partitions = rules, device or default_device(), partitions
         self._arrays: dict[str, Weight] = {}
         self._moved: dict[str, tuple[Weight, Weight]] = {}  # loaded weights, and their copies here
         self._current: dict[str, Weight] = {}
@@ -209,15 +210,15 @@ class Weights:
         known = self._moved.get(name)
         if known is None or known[0] is not loaded:
             self._moved.pop(name, None)
-            where = self._storages[name] if isinstance(self._storages, dict) else self._device
+            where = self._device if self._partitions is None else self._partitions[name]
             self._moved[name] = known = loaded, relocated(loaded, where)
         return known[1]
 
     def _storage(self, name: str, tensor: torch.Tensor) -> Storage:
-        if isinstance(self._storages, dict):
-            return self._storages[name]
-        layout = self._storages.choose(name, tuple(tensor.shape), tensor.dtype, self._device)
-        return OnDevice(layout, self._device)
+        given = name, tuple(tensor.shape), tensor.dtype, self._device
+        if self._partitions is None:
+            return Storage(self._rules.choose(*given), self._device)
+        return Storage(WeightLayout(Scaled if self._rules.in_codes(*given) else None), self._partitions[name])
 
     def forget(self, tensors: dict[str, Any]) -> None:
         """Make every engine convert ``tensors`` on its next use of them."""

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
@@ -20,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from jax_bridge._torchax import call_jax, call_torch
 from jax_bridge.mesh.current import WHOLE, P, Slice
-from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, Cut, InBlocks, Partition
+from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, Cut, InBlocks, Partition, specs_of
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.tails import cut_tail, whole_tail
-from jax_bridge.weights.formats import stored_as
+from jax_bridge.weights.formats import bound, stored_as
 from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.targets.skeleton import current_cache, using_cache
 
@@ -93,10 +92,14 @@ def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwar
 
     def on_chips(tensors: list, weights: dict, *more: Any) -> Any:
         heads, out = _heads(own), P(None, None, ALL) if own.blocks else WHOLE
-        specs = {name: _spec(own, name) for name in weights}
-        given = WHOLE, specs, heads, WHOLE, WHOLE
         weights = {name: _as_kept(weight) for name, weight in weights.items()}
-        return own.on_parts(partial(call_torch, run), given, (out, heads))(tensors, weights, *more)
+        specs = {name: specs_of(weight, _cut(own, name)) for name, weight in weights.items()}
+        given = WHOLE, specs, heads, WHOLE, WHOLE
+        return own.on_parts(on_chip, given, (out, heads))(tensors, weights, *more)
+
+    def on_chip(tensors: list, weights: dict, *more: Any) -> Any:
+        with bound(weights) as arrays:
+            return call_torch(run, tensors, arrays, *more)
 
     layer, tensors = cache.states[at], [one for one in leaves if isinstance(one, Tensor)]
     found: Any = call_jax(on_chips, tensors, weights, layer, cache.count, cache.tree)
@@ -124,14 +127,14 @@ def _share(own: Slice) -> tuple[int, ...]:
     return tuple(size // own.mesh.size for size in own.blocks)
 
 
-def _spec(own: Slice, name: str) -> PartitionSpec:
-    return mixer_partition(name, own.mesh, own.blocks).spec if own.blocks else WHOLE
+def _cut(own: Slice, name: str) -> Partition:
+    return mixer_partition(name, own.mesh, own.blocks) if own.blocks else Partition(own.mesh)
 
 
 def _as_kept(weight: Any) -> Any:
-    """The array in its stored order."""
+    """The array, or codes and scales, in its stored order."""
     kept = stored_as(weight)
-    return kept.array if isinstance(kept, Cut | InBlocks) else weight
+    return kept.array if isinstance(kept, Cut | InBlocks) else weight if kept is None else kept
 
 
 @contextmanager

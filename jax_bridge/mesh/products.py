@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_bridge.mesh.current import Slice
-from jax_bridge.mesh.cut import GATHER, ROW, Cut
+from jax_bridge.mesh.cut import GATHER, ROW, Cut, specs_of
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.weights.formats import dot
+from jax_bridge.weights.codes import Groups
+from jax_bridge.weights.formats import Multiplier, dot
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 
 P = PartitionSpec
@@ -26,20 +27,22 @@ def partitioned_linear(
 ) -> Float[Array, "... out"]:
     """`jax_bridge.weights.products.linear_jax` of a weight that is cut.
 
-    Sums over chips are in float32 and rounded once, like one chip's: texts depend on them.
+    Sums over chips are in float32 and rounded once, like one chip's: texts depend on them. Scales of codes
+    multiply each chip's own sums.
     """
     cut, before = weight.partition, [None] * (rows.ndim - 1)
+    given = specs_of(weight.array, cut)
     if cut.kind == ROW:
-        sums = cut.on_parts(_row, (P(*before, cut.spec[1]), cut.spec), P())(rows, weight.array)
+        sums = cut.on_parts(_row, (P(*before, cut.spec[1]), given), P())(rows, weight.array)
         return _rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
     axes = cut.spec[0]
 
-    def local(rows: Array, part: Array, bias: Array | None) -> Array:
+    def local(rows: Array, part: Any, bias: Array | None) -> Array:
         out = linear_jax(rows, part, bias)
         return jax.lax.all_gather(out, axes, axis=out.ndim - 1, tiled=True) if cut.kind == GATHER else out
 
     made = P() if cut.kind == GATHER else P(*before, axes)
-    return cut.on_parts(local, (P(), cut.spec, P(axes)), made)(rows, weight.array, bias)
+    return cut.on_parts(local, (P(), given, P(axes)), made)(rows, weight.array, bias)
 
 
 def partitioned_stacked_linear(
@@ -47,11 +50,13 @@ def partitioned_stacked_linear(
 ) -> Float[Array, "experts R out"]:
     """`torch_dflash.ops.spread.stacked_linear`, each chip with its experts."""
 
-    def local(rows: Array, part: Array) -> Array:
+    def local(rows: Array, part: Any) -> Array:
+        if isinstance(part, Groups):
+            return part.products(rows)
         return stacked_linear_jax(rows, part, transposed=transposed)
 
-    spec = stack.partition.spec
-    return stack.partition.on_parts(local, (spec, spec), spec)(rows, stack.array)
+    spec, given = stack.partition.spec, specs_of(stack.array, stack.partition)
+    return stack.partition.on_parts(local, (spec, given), spec)(rows, stack.array)
 
 
 def partitioned_stacked_sum(
@@ -77,7 +82,8 @@ def _rounded(sums: Array, dtype: Any) -> Array:
     return sums.astype(dtype)
 
 
-def _row(rows: Array, part: Array) -> Array:
+def _row(rows: Array, part: Any) -> Array:
     """The sum over chips of this chip's product."""
-    sums = dot(rows.reshape(-1, rows.shape[-1]), part, jnp.promote_types(rows.dtype, jnp.float32))
+    flat, kind = rows.reshape(-1, rows.shape[-1]), jnp.promote_types(rows.dtype, jnp.float32)
+    sums = part.product(flat) if isinstance(part, Multiplier) else dot(flat, part, kind)
     return jax.lax.psum(sums, ALL).reshape(*rows.shape[:-1], part.shape[0])

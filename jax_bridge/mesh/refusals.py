@@ -20,7 +20,8 @@ from torch_dflash.targets.scans import find_scans
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 INDEXED = ("axk2", "deepseek_v32", "glm_moe_dsa", "mistral_large4")
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "minicpm3", "mistral4", "youtu")
-FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", *LATENT, *INDEXED, *RECURRENT)
+PLAIN = ("gpt_oss", "llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (*PLAIN, *LATENT, *INDEXED, *RECURRENT)
 """``model_type`` of targets whose texts on a mesh were compared with one device's."""
 DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer, BestNodes, UnionProposer)
 PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}

@@ -32,6 +32,8 @@ OURS = {
     "layers.*.mlp.down_proj": "rowwise",
 }
 """The plan of models without one: GPT-OSS has none for its layers, drafters have none at all."""
+_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "gather"}
+"""Of transformers' plans. MiniMax-M2 normalises queries and keys over all heads, so they are gathered."""
 _GROUPED = re.compile(r"\.(k_proj|v_proj)\.")
 _ATTENTION = re.compile(r"\.self_attn\.")
 _MIXER = re.compile(r"\.linear_attn\.(.*)")
@@ -60,7 +62,7 @@ def partitions_of_target(
     blocks = blocks_of(config, mesh)
     for name, widths in (latents or {}).items():
         cut = are_cut(heads_of(config), mesh)
-        partitions[name] = Partition(mesh, P(ALL), HEADS, widths) if cut else Partition(mesh)
+        partitions[name] = Partition(mesh, P(ALL), HEADS, widths=widths) if cut else Partition(mesh)
     for name in partitions:
         if found := _MIXER.search(name):
             partitions[name] = mixer_partition(found[1], mesh, blocks) if blocks else Partition(mesh)
@@ -151,7 +153,7 @@ def _axes(shape: tuple[int, ...], partition: Partition) -> Iterator[tuple[int, A
 
 
 def _understood(plan: dict[str, str] | None) -> dict[str, str]:
-    return {name: style for name, style in (plan or {}).items() if style in ("colwise", "rowwise")}
+    return {name: _STYLES[style] for name, style in (plan or {}).items() if style in _STYLES}
 
 
 def _prefixed(prefix: str, partitions: dict[str, Partition]) -> dict[str, Partition]:

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from torch import Tensor
 
@@ -69,6 +71,10 @@ class Scaled(Multiplier):
         codes = jax.ShapeDtypeStruct(shape, jnp.int8)
         return cls(codes, None, name_of(dtype), jax.ShapeDtypeStruct(shape[:1], jnp.float32))
 
+    def specs(self, spec: P) -> Scaled:
+        """The spec of each array of a weight that is cut by ``spec`` [out, in]: scales go with outputs."""
+        return replace(self, array=spec, scale=P(*spec[:1]))
+
     def entries(self) -> jax.Array:
         return self.array.astype(jnp.float32) * self.scale[:, None]
 
@@ -120,6 +126,17 @@ class Blocks(Multiplier):
         blocks, size, out = self.array.shape
         return out, blocks * size
 
+    def specs(self, spec: P) -> Blocks:
+        """The spec of each array of a weight that is cut by ``spec`` [out, in]: a chip has whole blocks."""
+        out, size = (*spec, None, None)[:2]
+        return replace(self, array=P(size, None, out), scale=P(size, out))
+
+    def finer(self, unit: int) -> Blocks:
+        """The same values in blocks of outputs that end at every multiple of ``unit``; 0: as they are."""
+        outputs = gcd(self.outputs, unit)
+        scale = jnp.repeat(self.scale, self.outputs // outputs, axis=1)[:, : -(-self.shape[0] // outputs)]
+        return self if outputs == self.outputs else replace(self, scale=scale, outputs=outputs)
+
     def entries(self) -> jax.Array:
         values = self.array.astype(jnp.float32) * self._by_outputs()[:, None]
         return values.reshape(*self.shape[::-1]).T
@@ -136,14 +153,16 @@ class Blocks(Multiplier):
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["array", "scale"], meta_fields=["dtype", "transposed"]
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "scale"],
+    meta_fields=["dtype", "transposed", "outputs"],
 )
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """A stack of experts' weights in MXFP4 or int4 (`jax_bridge.weights.formats.StoredWeight`).
+    """A stack of experts' weights in MXFP4, int4 or 8 bits (`jax_bridge.weights.formats.StoredWeight`).
 
-    ``array`` [experts, in / b, b, out] has codes of 4 bits, ``scale`` [experts, in / b, out] a factor for
-    each group of b inputs, of MXFP4 an exponent. The CPU's memory holds a code in a byte.
+    ``array`` [experts, in / b, b, out] has codes of 4 or 8 bits, ``scale`` [experts, in / b, out / outputs] a
+    factor for each block, of MXFP4 an exponent. The CPU's memory holds a code in a byte.
 
     ``transposed``: the model names the stack [experts, in, out], else [experts, out, in].
     """
@@ -152,13 +171,21 @@ class Groups:
     scale: Any
     dtype: str
     transposed: bool = True
+    outputs: int = 1
 
     @classmethod
-    def shapes(cls, shape: tuple[int, ...], dtype: torch.dtype, int4: bool = False) -> Groups:
+    def shapes(cls, shape: tuple, dtype: torch.dtype, int4: bool = False, block: Any = None) -> Groups:
         """The shapes of `of_pairs` for a stack [experts, in, out], in groups of `GROUP` inputs.
 
         ``int4``: those of `of_experts` off the CPU for a stack [experts, out, in], scales in ``dtype``.
+        ``block``: those of `of_experts` for FP8 codes of such a stack, with a scale for each block.
         """
+        if block is not None:
+            own = Blocks.shapes(shape[1:], dtype, block)
+            laid, scale = (
+                jax.ShapeDtypeStruct((shape[0], *one.shape), one.dtype) for one in (own.array, own.scale)
+            )
+            return cls(laid, scale, name_of(dtype), transposed=False, outputs=block[0])
         size, out = shape[:0:-1] if int4 else shape[1:]
         kinds = (jnp.int4, jnp.dtype(name_of(dtype))) if int4 else (jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
         codes = jax.ShapeDtypeStruct((shape[0], size // GROUP, GROUP, out), kinds[0])
@@ -170,6 +197,10 @@ class Groups:
         experts, groups, size, out = self.array.shape
         return (experts, groups * size, out) if self.transposed else (experts, out, groups * size)
 
+    def specs(self, spec: P) -> Groups:
+        """The spec of each array of a stack that is cut by ``spec``: by experts."""
+        return replace(self, array=spec, scale=spec)
+
     def unwrap(self) -> jax.Array:
         whole = self.entries(self.dtype)
         return whole if self.transposed else whole.swapaxes(1, 2)
@@ -177,7 +208,7 @@ class Groups:
     def entries(self, dtype: Any) -> Float[Array, "experts in out"]:
         """The weights; bfloat16 holds those in MXFP4 exactly."""
         experts, groups, size, out = self.array.shape
-        values = self.array.astype(jnp.float32) * self.scale.astype(jnp.float32)[:, :, None]
+        values = self.array.astype(jnp.float32) * self._by_outputs()[:, :, None]
         return values.reshape(experts, groups * size, out).astype(dtype)
 
     def one(self, at: Int[Array, " 1"]) -> Groups:
@@ -191,8 +222,17 @@ class Groups:
         experts, groups, size, out = self.array.shape
         parts = rows.reshape(experts, -1, groups, size).swapaxes(1, 2).reshape(experts * groups, -1, size)
         sums = _sums_of_groups(parts, self.array.reshape(experts * groups, size, out))
-        scaled = sums.reshape(experts, groups, -1, out) * self.scale.astype(jnp.float32)[:, :, None]
+        scaled = sums.reshape(experts, groups, -1, out) * self._by_outputs()[:, :, None]
         return scaled.sum(1).astype(rows.dtype)
+
+    def _by_outputs(self) -> Float[Array, "experts blocks out"]:
+        wide = self.scale.astype(jnp.float32)
+        return (
+            wide if self.outputs == 1 else jnp.repeat(wide, self.outputs, axis=2)[:, :, : self.array.shape[3]]
+        )
+
+
+InCodes = Scaled | Blocks | Groups
 
 
 def _sums_of_groups(rows: Float[Array, "groups R b"], codes: Array) -> Float[Array, "groups R out"]:
@@ -221,29 +261,56 @@ def of_pairs(codes: Tensor, scale: Tensor, dtype: torch.dtype, place: Any) -> Gr
         expert[:] = apart.permute(1, 2, 0).numpy()
     exponents = scale.permute(0, 2, 1).contiguous().numpy()
     kept = laid.view(jnp.float4_e2m1fn), exponents.view(jnp.float8_e8m0fnu)
-    # A CPU's compiled program refuses codes of 4 bits that are bound to a device: it names another layout.
-    bound_to = None if default_device().platform == "cpu" else place
-    array, exponent = jax.device_put(kept, bound_to)
+    array, exponent = jax.device_put(
+        kept, None if default_device().platform == "cpu" else place
+    )  # `bound_to`
     return Groups(array, exponent, name_of(dtype))
 
 
+def bound_to(weight: Any, place: Any) -> Any:
+    """A weight's arrays moved to ``place``, a device or its sharding; a CPU gets MXFP4's codes in FP8.
+
+    A CPU's compiled program refuses codes of 4 bits that are bound to a device: it names another layout.
+    """
+    on_cpu = any(device.platform == "cpu" for device in getattr(place, "device_set", {place}))
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        wide = on_cpu and leaf.dtype == jnp.float4_e2m1fn
+        return jax.device_put(leaf.astype(jnp.float8_e4m3fn) if wide else leaf, place)
+
+    return jax.tree.map(moved, weight)
+
+
 def of_experts(
-    experts: Iterable[tuple[Tensor, ...]], shape: tuple[int, ...], group: int, dtype: torch.dtype, place: Any
+    experts: Iterable[tuple[Tensor, ...]],
+    shape: tuple[int, ...],
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    place: Any,
+    int4: bool = True,
 ) -> Groups:
-    """A stack of ``shape`` [experts, out, in] whose experts are stored one by one in int4.
+    """A stack of ``shape`` [experts, out, in] whose experts are stored one by one as codes.
 
     Args:
-        experts: codes [out, in] from -8 to 7 and scales [out, in / group] of each.
+        experts: codes [out, in] and scales [out / rows, in / columns] of each; uint8 is an exponent.
+        block: rows and columns that share a scale.
         dtype: of the weight as the model sees it.
+        int4: the codes are integers from -8 to 7; scales then keep their type.
     """
-    count, out, size = shape
-    laid = torch.empty(count, size // group, group, out, dtype=torch.int8)
-    scales = []
+    (count, out, size), (outputs, columns) = shape, block
+    laid = torch.empty(count, size // columns, columns, out, dtype=torch.uint8)
+    scales, kind = [], torch.int8
     for rows, (codes, scale) in zip(laid, experts, strict=True):
-        rows.copy_(codes.T.reshape(rows.shape))
-        scales.append(scale.T)
+        rows.copy_(codes.view(torch.uint8).T.reshape(rows.shape))
+        scales.append((scale if int4 else _wide(scale)).T)
+        kind = codes.dtype
     scale = to_jax(torch.stack(scales), device=place)
-    return Groups(_put_int4(laid, place), scale, name_of(dtype), transposed=False)
+    put = _put_int4 if int4 else lambda codes, place: to_jax(codes, device=place)
+    return Groups(put(laid.view(kind), place), scale, name_of(dtype), transposed=False, outputs=outputs)
+
+
+def _wide(scale: Tensor) -> Tensor:
+    return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
 
 
 def _put_int4(codes: Tensor, place: Any) -> jax.Array:
@@ -254,7 +321,13 @@ def _put_int4(codes: Tensor, place: Any) -> jax.Array:
 
 
 def of_codes(
-    codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, place: Any, int4: bool = False
+    codes: Tensor,
+    scale: Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    place: Any,
+    int4: bool = False,
+    by_rows: bool | None = None,
 ) -> Any:
     """A weight [out, in] that is stored as codes, with a scale for each block, in its form at ``place``.
 
@@ -262,14 +335,15 @@ def of_codes(
         scale: [out / rows, in / columns] of ``block``, or of one entry; uint8 is an exponent.
         dtype: of the weight as the model sees it.
         int4: the codes are integers from -8 to 7; scales of groups then keep their type.
+        by_rows: a scale is for all inputs, of a part of the weight too; unset: where a block has them all.
 
     Returns:
         None where the last block of inputs is short.
     """
     (out, size), (rows, columns), name = codes.shape, block, name_of(dtype)
-    wide = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+    wide = _wide(scale)
     put = _put_int4 if int4 else lambda codes, place: to_jax(codes, device=place)
-    if columns == size:
+    if columns == size if by_rows is None else by_rows:
         each = wide.reshape(-1).repeat_interleave(out if wide.numel() == 1 else rows)[:out]
         return Scaled(table=None, dtype=name, array=put(codes, place), scale=to_jax(each, device=place))
     if size % columns:

@@ -67,7 +67,7 @@ class Transposed:
 
 
 class OfOneArray:
-    """A `StoredWeight` whose ``array`` is the weight itself."""
+    """A `StoredWeight` whose ``array`` is the weight itself, or another format of it."""
 
     array: Any
 
@@ -80,7 +80,7 @@ class OfOneArray:
         return self.array.dtype
 
     def unwrap(self) -> jax.Array:
-        return self.array
+        return plain(self.array)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "bits"], meta_fields=[])

@@ -39,7 +39,7 @@ ARITHMETIC: dict[str, dict[str, type[Multiplier]]] = {
     "tpu": {"int8": Scaled},
     "gpu": {"int8": Scaled},
 }
-"""The format of a linear weight by JAX's platform and the type of products; on a mesh there is none."""
+"""The format of a linear weight by JAX's platform and the type of products; a mesh has `Scaled` alone."""
 
 
 def check_arithmetic(
@@ -59,7 +59,7 @@ def check_arithmetic(
         return
     else:
         shown, chosen = f"compute={compute!r}, quantize={quantize!r}", quantize or compute
-    if mesh:
+    if mesh and (compute != "auto" or ARITHMETIC.get(platform, {}).get(chosen) is not Scaled):
         raise ValueError(f"{shown} with a mesh: decode on one device (leave mesh out), or leave them out.")
     if chosen not in ARITHMETIC.get(platform, {}):
         able = " and ".join(f"{name.upper()}s" for name, formats in ARITHMETIC.items() if chosen in formats)
@@ -151,6 +151,11 @@ class LayoutRules:
         if cpu and name in self.linear and dtype == torch.float32 and lies_by_inputs(shape):
             return WeightLayout(Transposed)  # in bfloat16 a product of one row would be tens of times slower
         return WeightLayout(Readable) if cpu and read and dtype in HALVES else WeightLayout()
+
+    def in_codes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> bool:
+        """Whether the weight is kept in 8 bits (`Scaled`), on a mesh too."""
+        asked = self.quantize or self.drafter_quantize
+        return bool(asked) and self.choose(name, shape, dtype, device).format is Scaled
 
     def shapes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Any:
         """The shapes of the weight's arrays on ``device``; of a CPU's formats the plain weight's."""

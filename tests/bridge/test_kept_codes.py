@@ -213,19 +213,51 @@ def test_experts_that_are_published_in_mxfp4_decode_as_their_values_do(tmp_path,
     assert texts[0] == run(td.compile(wide, None, **ROOM), PROMPTS, **mixed)[0][0]
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_tensor", "fp8_experts"])
 def test_a_published_checkpoint_decodes_as_its_values_do(tmp_path, name, monkeypatch):
     monkeypatch.setattr(forms, "FEW_ROWS", 8)  # a prompt's chunk is dequantised
     publish(name, tmp_path)
     loaded, wide = (jb.load(tmp_path, dtype=torch.float32, keep_codes=keep) for keep in (True, False))
     kinds = {type(weight) for weight in loaded.arrays.values()}
-    assert (Blocks if name == "fp8" else Scaled) in kinds
+    assert {"fp8": Blocks, "fp8_tensor": Scaled, "fp8_experts": Groups}[name] in kinds
     for path, weight in loaded.arrays.items():
         np.testing.assert_allclose(plain(weight), plain(wide.arrays[path]), rtol=1e-6, err_msg=path)
     drafting = td.compile(loaded, td.NGramProposer(), **ROOM)
     texts = run(drafting, PROMPTS, max_new_tokens=30)[0]
     assert texts == run(td.compile(loaded, None, **ROOM), PROMPTS, max_new_tokens=30)[0]
     assert texts == run(td.compile(wide, None, **ROOM), PROMPTS, max_new_tokens=30)[0]
+
+
+# --- experts in FP8 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [(8, 32), (1, 128), (24, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_8_bits_multiply_as_their_values(block, dtype):
+    experts = [stored(24, 128, block) for _ in range(3)]
+    experts = [(codes, scale + at, values) for at, (codes, scale, values) in enumerate(experts)]
+    kept = of_experts([pair[:2] for pair in experts], (3, 24, 128), block, dtype, None, int4=False)
+    assert kept.shape == (3, 24, 128) and kept.array.dtype == jnp.float8_e4m3fn
+    back = jb.to_torch(kept.array.view(jnp.uint8)).permute(0, 3, 1, 2).reshape(3, 24, 128)
+    assert torch.equal(back, torch.stack([codes.view(torch.uint8) for codes, *_ in experts]))
+    spread = [scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1) for _, scale, _ in experts]
+    values = torch.stack(
+        [pair[0].double() * scale.double() for pair, scale in zip(experts, spread, strict=True)]
+    )
+    close = {"rtol": 1e-6 if dtype == torch.float32 else 4e-3, "atol": 0}
+    torch.testing.assert_close(jb.to_torch(plain(kept)).double(), values, **close)
+    shapes = Groups.shapes(kept.shape, dtype, block=block)
+    assert jax.tree.structure(kept) == jax.tree.structure(shapes)
+    alike = zip(jax.tree.leaves(kept), jax.tree.leaves(shapes), strict=True)
+    assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in alike)
+    rows, multiply = torch.randn(3, 20, 128).to(dtype), jax.jit(Groups.products)
+    wanted, found = rows.double() @ values.mT, multiply(kept, jb.to_jax(rows))
+    most = 2e-6 if dtype == torch.float32 else 5e-3
+    assert (jb.to_torch(found).double() - wanted).abs().max() < most * wanted.abs().max()
+    if dtype == torch.bfloat16:
+        np.testing.assert_array_equal(multiply(kept, jb.to_jax(rows[:, :3].contiguous())), found[:, :3])
+        alone = multiply(kept.one(jnp.array([2])), jb.to_jax(rows[2:].contiguous()))
+        np.testing.assert_array_equal(alone, found[2:])
 
 
 # --- int4 ------------------------------------------------------------------------------------------------
@@ -243,7 +275,7 @@ def packed(experts=3, out=24, size=128, group=32, scales=torch.bfloat16):
 def stack_of(words, scale, dtype=torch.bfloat16, group=32):
     experts = [(_unpacked(own), scales) for own, scales in zip(words, scale, strict=True)]
     shape = (len(words), words.shape[1], 8 * words.shape[2])
-    return of_experts(iter(experts), shape, group, dtype, None)
+    return of_experts(iter(experts), shape, (1, group), dtype, None)
 
 
 def test_int4_keeps_its_codes_and_scales():
@@ -365,14 +397,10 @@ def test_both_options_go_together_and_others_are_refused(tmp_path, monkeypatch):
     assert codes == {"float8_e4m3fn", "int8"}  # the file's, and the head's
     with refuses(ValueError, "keep_codes='yes'", "True or False"):
         jb.load(tmp_path, keep_codes="yes")
+    monkeypatch.undo()
     monkeypatch.setattr(loading, "devices_of", lambda mesh: jax.devices() * 2)
-    monkeypatch.setattr(loading, "check_distinct", lambda devices: None)
-    for options, words in (
-        ({"keep_codes": True}, "keep_codes=True"),
-        ({"quantize": "int8"}, "quantize='int8'"),
-    ):
-        with refuses(ValueError, words, "with a mesh"):
-            jb.load(tmp_path, mesh=2, **options)
+    with refuses(ValueError, "quantize='int8'", "with a mesh"):  # of CPUs
+        jb.load(tmp_path, mesh=2, quantize="int8")
     monkeypatch.undo()
     say(tmp_path, quantization_config={"quant_method": "gptq"})
     with refuses(ValueError, "gptq"):

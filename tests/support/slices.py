@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import transformers as hf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jax_bridge.mesh.refusals import INDEXED, LATENT
@@ -31,6 +32,10 @@ FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 2}
 HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR), "whole": (SIX, SIX)}
 """K/V heads of target and drafter: two, each on two devices; four, one each; some that stay whole."""
+MIXTURES = {
+    "minimax_m2": (hf.MiniMaxM2ForCausalLM, hf.MiniMaxM2Config,
+                   {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
+}  # fmt: skip
 PICKS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
@@ -86,7 +91,7 @@ def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
     if family in (*LATENT, *INDEXED):
         target = attends_to_latents(family, chips)
     else:
-        cls, config, extra = (FAMILIES | MORE | SLICEABLE)[family]
+        cls, config, extra = (FAMILIES | MORE | SLICEABLE | MIXTURES)[family]
         sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **HEADS[chips][0]}
         target = randomise(cls(config(**(BASE | extra | sizes))), 0)
     head_dim = {"head_dim": 16}

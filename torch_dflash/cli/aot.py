@@ -35,10 +35,8 @@ def _check(arguments: SimpleNamespace) -> None:
         raise UserError(
             f"--rows {arguments.rows}: --kflat counts every number of rows; leave one of them out."
         )
-    if arguments.quantize and (arguments.mesh > 1 or arguments.kflat):
-        raise UserError(
-            f"--quantize {arguments.quantize}: is for one chip, compiled; leave --mesh and --kflat out."
-        )
+    if arguments.quantize and arguments.kflat:
+        raise UserError(f"--quantize {arguments.quantize}: is compiled; leave --kflat out.")
     tpu.check_json(arguments)
 
 

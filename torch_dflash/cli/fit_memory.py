@@ -9,7 +9,6 @@ import click
 
 from torch_dflash.cli import tpu
 from torch_dflash.cli.command import COUNT, command, flag, option
-from torch_dflash.cli.errors import UserError
 from torch_dflash.progress import print_status
 
 SOUGHT = ("batch", "context")
@@ -38,8 +37,6 @@ Slices: the smallest for one row of this context; programs are taken to need the
 
 
 def _check(arguments: SimpleNamespace) -> None:
-    if arguments.quantize and arguments.mesh != 1:
-        raise UserError(f"--quantize {arguments.quantize}: is for one chip; pass --mesh 1, too.")
     tpu.check_json(arguments)
 
 

@@ -31,8 +31,8 @@ NEEDS = "Needs configs and libtpu (pip install 'jax[tpu]'), neither weights nor 
 QUANTIZE = option(
     "--quantize",
     type=click.Choice(("int8", "fp8", "mxfp4", "int4")),
-    help="Linear weights in int8, or the target's in FP8 with blocks of 128 x 128, or its experts in MXFP4 "
-    "or int4; one chip.",
+    help="Linear weights in int8, or the target's in FP8 with blocks of 128 x 128, experts too, or its "
+    "experts in MXFP4 or int4.",
 )
 
 
