@@ -32,6 +32,7 @@ from jax_bridge.kernels.streamed import stream_dense
 from jax_bridge.mesh.best import argmax_on_slice, likeliest_on_slice, slice_under, topk_on_slice
 from jax_bridge.mesh.current import current
 from jax_bridge.mesh.cut import Cut
+from jax_bridge.mesh.experts import experts_on_slice
 from jax_bridge.mesh.heads import (
     append_on_slice,
     block_on_slice,
@@ -192,15 +193,20 @@ def _stacked_linear(rows, stack, transposed, at=None):
 
 
 def _mix_experts(rows, index, weights, module):
-    stacks = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
-    if current() is not None or (reads_prompts() and rows.shape[0] > MOST_OF_EXPERTS):
+    if reads_prompts() and rows.shape[0] > MOST_OF_EXPERTS:
         return mix_experts.plain(rows, index, weights, module)
+    return _on_slice(experts_on_slice, _mix_hits)(rows, index, weights, module)
+
+
+def _mix_hits(rows, index, weights, module, chips=1):
+    stacks = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
     apply = partial(call_torch, partial(apply_experts, module))
     if not ordinary(module) or any(stored_as(stack.jax()) is not None for stack in stacks):
-        loop = partial(loop_over_hits, experts=module.num_experts, apply=apply)
+        loop = partial(loop_over_hits, experts=module.num_experts, apply=apply, chips=chips)
         return call_jax(loop, rows, index, weights)
     gate = partial(call_torch, module._apply_gate if module.has_gate else module.act_fn)
-    mix = partial(hit_experts_jax, gate=gate, by_columns=gates_by_columns(module), apply=apply)
+    by_columns = gates_by_columns(module)
+    mix = partial(hit_experts_jax, gate=gate, by_columns=by_columns, apply=apply, chips=chips)
     return call_jax(mix, rows, index, weights, *stacks)
 
 

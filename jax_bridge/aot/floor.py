@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from torch import nn
 
 from jax_bridge.device_memory import bytes_of
-from jax_bridge.kernels.hit_experts import expected_hits
+from jax_bridge.kernels.hit_experts import fullest_hits
 from jax_bridge.weights.layout import lookups_of
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
@@ -78,11 +78,12 @@ class Floor:
 
 
 class Shares(NamedTuple):
-    """Numbers of chips that K/V heads of target and drafter, and recurrent states, are cut over."""
+    """Numbers of chips that K/V heads of target and drafter, and recurrent states, are cut over; of all."""
 
     target: int = 1
     drafter: int = 1
     states: int = 1
+    chips: int = 1
 
 
 ALONE = Shares()
@@ -92,7 +93,7 @@ def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -
     """The floor of ``pair``'s passes with ``context`` committed tokens in every row.
 
     Of a mixture the experts count that ``B * M`` rows are expected to hit, if every choice is as likely. For
-    one chip of a slice, ``params`` are its parts, and all its experts count.
+    one chip of a slice, ``params`` are its parts, and hit experts are those of the chip with most of them.
     """
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
@@ -146,8 +147,9 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: S
     batch, target = pair.plan.batch_size, pair.target
     weights = target_weights(pair, params)
     reads = _sizes(weights)
-    for name, (count, chosen) in expert_weights(pair, weights).items():
-        reads[name] = round(reads[name] * expected_hits(batch * rows, chosen, count) / count)
+    for name, (count, chosen) in expert_weights(pair, weights, shares.chips).items():
+        own = weights[name].shape[0]
+        reads[name] = round(reads[name] * fullest_hits(batch * rows, chosen, count, count // own) / own)
     cached = cached_values(target, context, rows)
     item = jnp.dtype(params[_names(pair)[id(target.model.get_input_embeddings().weight)]].dtype).itemsize
     states = sum(spec.state_bytes(item) for spec in target.specs)
@@ -168,15 +170,20 @@ def target_weights(pair: Pair, params: Shapes) -> Shapes:
     }
 
 
-def expert_weights(pair: Pair, weights: Shapes) -> dict[str, tuple[int, int]]:
-    """(Number of experts, experts per row) by the names of the ``weights`` that hold experts."""
+def expert_weights(pair: Pair, weights: Shapes, chips: int = 1) -> dict[str, tuple[int, int]]:
+    """(Number of experts, experts per row) by the names of the ``weights`` that hold experts.
+
+    ``weights`` are whole, or parts on one of ``chips``.
+    """
     chosen: Any = getattr(pair.target.config.get_text_config(), "num_experts_per_tok", None)
     found = {}
     for path, module in pair.named_modules() if chosen else ():
         count: Any = getattr(module, "num_experts", None)
         if count and any(weight.ndim == 3 for _, weight in module.named_parameters(recurse=False)):
             own = (name for name in weights if name.startswith(path + "."))
-            found |= {name: (count, chosen) for name in own if weights[name].shape[0] == count}
+            found |= {
+                name: (count, chosen) for name in own if weights[name].shape[0] in (count, count / chips)
+            }
     return found
 
 

@@ -51,7 +51,7 @@ def floor_on_slice(model: Any, place: OnMesh, context: int) -> Floor:
     shares = [kv if heads_of(config).groups in place.slice.groups else 1 for config in configs]
     shares[0] = 1 if place.slice.latents else shares[0]
     states = place.mesh.size if place.slice.blocks else 1
-    return floor_of(model.pair, parts, context, Shares(shares[0], shares[-1], states))
+    return floor_of(model.pair, parts, context, Shares(shares[0], shares[-1], states, place.mesh.size))
 
 
 def slice_devices(topology: str, chips: int) -> Mesh:

@@ -7,7 +7,8 @@ buffers outside VMEM count. The result is an estimate from the program's text, n
 - an update in place reads and writes the updated part, not the buffer;
 - a custom call (a Pallas kernel) reads its operands once and writes its results once; a result in an
   operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
-- the kernel and the loop for experts read those that rows are expected to hit, if every choice is as likely;
+- the kernel and the loop for experts read those that rows are expected to hit, if every choice is as likely,
+  on a slice those of the chip with most of them;
 - the kernel for static caches reads whole blocks of slots up to the last in use (`Program.context`);
 - an asynchronous pair moves the bytes of its operation, counted at its end;
 - a weight that is fetched at the program's end for its next run counts once: only a first run also fetches it

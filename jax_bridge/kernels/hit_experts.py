@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
+from math import comb
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +30,7 @@ ROOM = VMEM // 2
 STACKS = slice(-2, None)
 """Operands of the kernel's call that hold all experts."""
 NAME = "hit_experts"
-"""The start of a name; rows, their experts, and all experts follow."""
+"""The start of a name; rows, their experts, all experts, and the chips that share them follow."""
 _UNKNOWN = "erfc"
 """The operation of a gate that Mosaic does not know: GELU's own form has one."""
 _OF_A_VALUE = 20
@@ -71,11 +73,27 @@ def expected_hits(rows: float, chosen: int, experts: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** rows)
 
 
+def fullest_hits(rows: float, chosen: int, experts: int, chips: int) -> float:
+    """`expected_hits` of the chip with most of them, where ``chips`` have equal shares; as if independent."""
+    share, hit = experts // chips, expected_hits(rows, chosen, experts) / experts
+    at_most = accumulate(
+        comb(share, count) * hit**count * (1 - hit) ** (share - count) for count in range(share)
+    )
+    return sum(1 - min(part, 1.0) ** chips for part in at_most)
+
+
 def hits_of(name: str) -> tuple[float, int] | None:
-    """`expected_hits` of the rows of a call or loop of this ``name``, and all experts; None: no such name."""
-    found = re.search(rf"{NAME}_(\d+)x(\d+)of(\d+)", name)
-    rows, chosen, experts = map(int, found.groups()) if found else (0, 0, 0)
-    return (expected_hits(rows, chosen, experts), experts) if found else None
+    """`fullest_hits` of the rows of a call or loop of this ``name``, and a chip's experts; None: none."""
+    found = re.search(rf"{NAME}_(\d+)x(\d+)of(\d+)by(\d+)", name)
+    if found is None:
+        return None
+    rows, chosen, experts, chips = map(int, found.groups())
+    return fullest_hits(rows, chosen, experts, chips), experts // chips
+
+
+def name_of(rows: int, chosen: int, experts: int, chips: int) -> str:
+    """The name that `hits_of` reads, for a chip of ``experts``."""
+    return f"{NAME}_{rows}x{chosen}of{experts * chips}by{chips}"
 
 
 def hit_experts_jax(
@@ -88,24 +106,25 @@ def hit_experts_jax(
     gate: Callable,
     by_columns: bool,
     apply: Callable,
+    chips: int = 1,
 ) -> Float[Array, "R H"]:
     """The sum of each row's experts in float32; ``gate`` [..., P] -> [..., inner] stands between products.
 
-    ``by_columns``: the gate makes each column of the inner width from that column of the P. ``apply``: as in
-    `loop_over_hits`.
+    ``by_columns``: the gate makes each column of the inner width from that column of the P. ``apply``,
+    ``chips``: as in `loop_over_hits`.
     """
     if len(rows) > (most := most_rows(rows.shape[1])):
         cut = (slice(first, first + most) for first in range(0, len(rows), most))
         parts = ((rows[part], index[part], weights[part], up, down) for part in cut)
-        mix = partial(hit_experts_jax, gate=gate, by_columns=by_columns, apply=apply)
+        mix = partial(hit_experts_jax, gate=gate, by_columns=by_columns, apply=apply, chips=chips)
         return jnp.concatenate([mix(*part) for part in parts])
 
     def kernel(rows: Array, index: Array, weights: Array, up: Array, down: Array) -> Array:
         routes = routes_of(index, weights, len(up))
-        return pallas_hit_experts(rows, routes, up, down, gate=gate, chosen=index.shape[1])
+        return pallas_hit_experts(rows, routes, up, down, gate=gate, chosen=index.shape[1], chips=chips)
 
     def loop(rows: Array, index: Array, weights: Array, *stacks: Array) -> Array:
-        return loop_over_hits(rows, index, weights, experts=len(down), apply=apply)
+        return loop_over_hits(rows, index, weights, experts=len(down), apply=apply, chips=chips)
 
     tile = _tile_of(up, down)
     known = _UNKNOWN not in str(jax.make_jaxpr(gate)(jax.ShapeDtypeStruct((1, up.shape[1]), jnp.float32)))
@@ -114,11 +133,12 @@ def hit_experts_jax(
 
 
 def loop_over_hits(
-    rows: Array, index: Array, weights: Array, *, experts: int, apply: Callable
+    rows: Array, index: Array, weights: Array, *, experts: int, apply: Callable, chips: int = 1
 ) -> Float[Array, "R H"]:
     """`hit_experts_jax` in plain jnp, for any experts.
 
-    ``apply``: ([1, R, H], the expert's number [1]) -> [1, R, H].
+    ``apply``: ([1, R, H], the expert's number [1]) -> [1, R, H]. ``chips``: with as many experts each. A row
+    has the number ``experts`` where its expert is another chip's.
     """
     routes = routes_of(index, weights, experts)
 
@@ -128,7 +148,7 @@ def loop_over_hits(
         share = jax.lax.dynamic_index_in_dim(routes.share, expert[0], keepdims=False)
         return total + jnp.where(share != 0, out * share, 0)
 
-    with jax.named_scope(f"{NAME}_{len(rows)}x{index.shape[1]}of{experts}"):
+    with jax.named_scope(name_of(len(rows), index.shape[1], experts, chips)):
         return jax.lax.fori_loop(0, routes.count, add, jnp.zeros(rows.shape, jnp.float32))
 
 
@@ -140,6 +160,7 @@ def pallas_hit_experts(
     *,
     gate: Callable,
     chosen: int,
+    chips: int = 1,
     room: int = ROOM,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
@@ -190,7 +211,7 @@ def pallas_hit_experts(
             bytes_accessed=steps * (parts + 1) * hidden * inner * up.dtype.itemsize,
         ),
         interpret=interpret,
-        name=f"{NAME}_{len(rows)}x{chosen}of{experts}",
+        name=name_of(len(rows), chosen, experts, chips),
     )(routes.order, routes.count[None], fed, share, stack, down)
     return out[: len(rows)]
 

@@ -140,19 +140,28 @@ def _as_kept(weight: Any) -> Any:
 @contextmanager
 def _of_one_chip(own: Slice, module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """While open, ``module`` has these weights and their number of heads."""
+    counts = {name: getattr(module, name) // own.mesh.size for name in COUNTS if own.blocks}
+    out_proj = module._modules["out_proj"]
+    try:
+        with replaced(module, weights, counts):
+            module._modules["out_proj"] = nn.Identity() if own.blocks else out_proj
+            yield
+    finally:
+        module._modules["out_proj"] = out_proj
+
+
+@contextmanager
+def replaced(module: nn.Module, weights: dict[str, Tensor], counts: dict[str, int]) -> Iterator[None]:
+    """While open, ``module`` has these weights, by name, and attributes."""
     parts = [name.rpartition(".") for name in weights]
     places: Any = [(module.get_submodule(path)._parameters, key) for path, _, key in parts]
-    before = [store[key] for store, key in places]
-    counts = {name: getattr(module, name) for name in COUNTS if own.blocks}
-    out_proj = module._modules["out_proj"]
+    before, known = [store[key] for store, key in places], {name: getattr(module, name) for name in counts}
     try:
         for (store, key), weight in zip(places, weights.values(), strict=True):
             store[key] = weight
-        vars(module).update({name: count // own.mesh.size for name, count in counts.items()})
-        module._modules["out_proj"] = nn.Identity() if own.blocks else out_proj
+        vars(module).update(counts)
         yield
     finally:
         for (store, key), weight in zip(places, before, strict=True):
             store[key] = weight
-        vars(module).update(counts)
-        module._modules["out_proj"] = out_proj
+        vars(module).update(known)

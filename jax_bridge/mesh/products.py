@@ -34,7 +34,7 @@ def partitioned_linear(
     given = specs_of(weight.array, cut)
     if cut.kind == ROW:
         sums = cut.on_parts(_row, (P(*before, cut.spec[1]), given), P())(rows, weight.array)
-        return _rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
+        return rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
     axes = cut.spec[0]
 
     def local(rows: Array, part: Any, bias: Array | None) -> Array:
@@ -67,10 +67,10 @@ def partitioned_stacked_sum(
     def local(part: Array) -> Array:
         return jax.lax.psum(part.sum(axis=0), ALL)
 
-    return _rounded(own.on_parts(local, (P(ALL),), P())(stack), dtype)
+    return rounded(own.on_parts(local, (P(ALL),), P())(stack), dtype)
 
 
-def _rounded(sums: Array, dtype: Any) -> Array:
+def rounded(sums: Array, dtype: Any) -> Array:
     """Sums of float32 in ``dtype``.
 
     XLA moves a cast before the sum: each chip's summand would be rounded, and the result would depend on the
