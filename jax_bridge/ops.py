@@ -193,7 +193,8 @@ def _stacked_linear(rows, stack, transposed, at=None):
 def _mix_experts(rows, index, weights, module):
     stacks = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
     if current() is not None or (reads_prompts() and rows.shape[0] > MOST_OF_EXPERTS):
-        return mix_experts.plain(rows, index, weights, module)
+        with environment():  # products and sums of experts are lowered, too
+            return mix_experts.plain(rows, index, weights, module)
     apply = partial(call_torch, partial(apply_experts, module))
     if not ordinary(module) or any(stored_as(stack.jax()) is not None for stack in stacks):
         loop = partial(loop_over_hits, experts=module.num_experts, apply=apply)
