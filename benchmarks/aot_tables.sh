@@ -63,6 +63,8 @@ results=docs/results/quantised
 mkdir -p "$results"
 figure qwen3-4b-int8-paged-16 qwen3-4b --cache paged --quantize int8
 figure qwen3-4b-int8-paged-16-v6e qwen3-4b --cache paged --quantize int8 --topology v6e:2x2
+figure qwen3-4b-int8-paged-16-v5p-4 qwen3-4b --cache paged --quantize int8 --mesh 4
+figure qwen3-4b-int8-paged-16-v6e-4 qwen3-4b --cache paged --quantize int8 --topology v6e:2x2 --mesh 4
 figure gpt-oss-20b-mxfp4-paged-8 gpt-oss-20b --cache paged --quantize mxfp4
 figure gpt-oss-20b-mxfp4-paged-8-v6e gpt-oss-20b --cache paged --quantize mxfp4 --topology v6e:2x2
 # Kimi-K2.5's widths with 16 of its 384 experts, one dense layer and one of experts; beside it the same in bfloat16.
@@ -70,6 +72,10 @@ cut=(kimi-k2.5-16-experts --cache paged --drafter ngram --block 16 --layers 2 --
 name=kimi-k2.5-16-experts-2-layers
 figure "$name-int4-paged-16" "${cut[@]}" --quantize int4
 figure "$name-int4-paged-16-v6e" "${cut[@]}" --quantize int4 --topology v6e:2x2
+results=docs/results/quantised/bfloat16
+mkdir -p "$results"
+figure qwen3-4b-paged-16-v5p-4 qwen3-4b --cache paged --mesh 4
+figure qwen3-4b-paged-16-v6e-4 qwen3-4b --cache paged --topology v6e:2x2 --mesh 4
 results=docs/results/aot
 figure "$name-paged-16" "${cut[@]}"
 figure "$name-paged-16-v6e" "${cut[@]}" --topology v6e:2x2

@@ -268,14 +268,14 @@ def quantised_aot() -> str:
     for path in sorted((RESULTS / "quantised").glob("*.json")):
         found, (pair, _, count) = json.loads(path.read_text()), path.stem.rpartition("-paged-")
         count, _, other = count.partition("-")
-        wide = (
-            RESULTS
-            / f"aot/{pair.removesuffix('-' + found['quantize'])}-paged-{count}{'-' * bool(other)}{other}.json"
-        )
+        chips = found["chips"]
+        wide = RESULTS / ("aot" if chips == 1 else "quantised/bfloat16")
+        wide /= f"{pair.removesuffix('-' + found['quantize'])}-paged-{count}{'-' * bool(other)}{other}.json"
         than = json.loads(wide.read_text()) if wide.exists() else None
         held = [each and each["argument_bytes"] - each["aliased_bytes"] for each in (found, than)]
         moved = [each and each["round_hbm_bytes"] for each in (found, than)]
-        cells = [f"[{pair}](results/quantised/{path.name})", count, found["topology"].partition(":")[0]]
+        chip = found["topology"].partition(":")[0] + (f", one of {chips}" if chips > 1 else "")
+        cells = [f"[{pair}](results/quantised/{path.name})", count, chip]
         for own, whole in (held, moved):
             cells += [f"{own / 1e9:.2f}", f"{own / whole:.3f}" if whole else ""]
         cells += [f"{found['round_hbm_bytes'] / found['round_floor_bytes']:.3f}"]
@@ -468,6 +468,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "slices-aot": slices_aot,
     "slices-hybrids": slices_hybrids,
     "slices-needed": slices_needed,
+    "slices-in-codes": lambda: slices_needed("slices_in_codes"),
     "compare-tau": compare_tau,
     "compare-error": compare_error,
     "compare-checks": compare_checks,

@@ -60,15 +60,15 @@ def slices_hybrids() -> str:
     return table([*heads, "least us"], *rows)
 
 
-def slices_needed() -> str:
+def slices_needed(folder: str = "slices") -> str:
     """The smallest slice of each generation that has room for a pair."""
     rows = []
-    for path in sorted((RESULTS / "slices").glob("*.json")):
+    for path in sorted((RESULTS / folder).glob("*.json")):
         found = json.loads(path.read_text())
         weights = found["weights_bytes"]
         rows.append(
             [
-                f"[{path.stem}](results/slices/{path.name})",
+                f"[{path.stem}](results/{folder}/{path.name})",
                 f"{weights['target'] / 1e9:.1f} + {weights['drafter'] / 1e9:.1f}",
                 f"{found['bytes']['temporaries'] / 1e9:.2f}" if found["layers_compiled"] else "not counted",
                 *(_needs(found["slices"][generation]) for generation in GENERATIONS),

@@ -194,7 +194,8 @@ def _stacked_linear(rows, stack, transposed, at=None):
 
 def _mix_experts(rows, index, weights, module):
     if reads_prompts() and rows.shape[0] > MOST_OF_EXPERTS:
-        return mix_experts.plain(rows, index, weights, module)
+        with environment():  # products and sums of experts are lowered, too
+            return mix_experts.plain(rows, index, weights, module)
     return _on_slice(experts_on_slice, _mix_hits)(rows, index, weights, module)
 
 

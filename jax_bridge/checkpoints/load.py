@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax_bridge.checkpoints.quantised import Dequantised, Packed, dequantised
 from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.mesh.cut import Partition
-from jax_bridge.mesh.put import pieces_of, place, place_parts, place_quantised, put, share_of
+from jax_bridge.mesh.put import place, place_parts, place_quantised, put, share_of
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
@@ -277,7 +278,7 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         place = SingleDeviceSharding(device)
         if name in coded:
-            return _in_codes(part, (), dtype, place)
+            return _in_codes(part, (), place, dtype)
         return keep(part.read(), rules.choose(name, part.shape, dtype, device), dtype, place)
 
     return kept
@@ -291,9 +292,8 @@ def _on_mesh(
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         partition = partitions[name]
         if name in coded:
-            return place_parts(
-                lambda index, device: _in_codes(part, index, dtype, device, partition), part.shape, partition
-            )
+            read = partial(_in_codes, part, dtype=dtype, partition=partition)
+            return place_parts(read, part.shape, partition)
         narrow = rules.in_codes(name, part.shape, dtype, partition.mesh.devices.flat[0])
         put = place_quantised if narrow else place
         return put(lambda index: part.read_part(index).to(dtype), part.shape, partition)
@@ -302,7 +302,7 @@ def _on_mesh(
 
 
 def _in_codes(
-    part: Any, index: tuple[slice, ...], dtype: torch.dtype, place: Any, partition: Partition | None = None
+    part: Any, index: tuple[slice, ...], place: Any, dtype: torch.dtype, partition: Partition | None = None
 ) -> Any:
     """A stored weight, or the part at an index (empty: all) of one that is cut, as it is stored."""
     first, *rest = index or [slice(None)] * len(part.shape)
@@ -314,11 +314,12 @@ def _in_codes(
     if part.turned:
         return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, place)
     unit = 0 if partition is None else partition.unit(part.shape)
-    pieces = [first] if partition is None else pieces_of(first, partition)
+    pieces = [first] if partition is None else partition.rows_of(first)
     own, scales, (block, *_) = zip(*(part.read_codes_of(rows, rest[0], unit) for rows in pieces), strict=True)
-    scale = torch.cat(scales) if scales[0].numel() > 1 else scales[0]
+    scale = scales[0] if prod(part.scales.shape) == 1 else torch.cat(scales)
     int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
-    return of_codes(torch.cat(own), scale, block, dtype, place, int4, by_rows)
+    codes = torch.cat(own) if len(own) > 1 else own[0]
+    return of_codes(codes, scale, block, dtype, place, int4, by_rows)
 
 
 def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTrainedModel:

@@ -51,6 +51,17 @@ class Partition(NamedTuple):
             return gcd(*self.blocks) // self.mesh.size
         return own if (own := self.place.shard_shape(shape)[0]) < shape[0] else 0
 
+    def rows_of(self, chip: slice) -> list[slice]:
+        """A chip's rows in the model's order, by its part of an array."""
+        if not self.blocks:
+            return [chip]
+        at, size = chip.start // (sum(self.blocks) // self.mesh.size), self.mesh.size
+        firsts = [end - block for end, block in zip(accumulate(self.blocks), self.blocks, strict=True)]
+        shares = [block // size for block in self.blocks]
+        return [
+            slice(first + at * own, first + (at + 1) * own) for first, own in zip(firsts, shares, strict=True)
+        ]
+
     def on_parts(self, local: Callable, given: Any, made: Any) -> Callable:
         """``local`` on each chip's part; ``given``, ``made``: specs of its arguments and results."""
         return jax.shard_map(local, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)
@@ -128,16 +139,6 @@ def _by_rows(function: Callable, weight: Any, partition: Partition) -> Any:
         return jnp.moveaxis(function(jnp.moveaxis(leaf, axis, 0), ends), 0, axis)
 
     return jax.tree.map(apply, specs_of(weight, partition), weight)
-
-
-def rows_of_chip(chip: slice, partition: Partition) -> list[slice]:
-    """A chip's rows in the model's order, by its part of ``array``."""
-    at, size = divmod(chip.start, sum(partition.blocks) // partition.mesh.size)[0], partition.mesh.size
-    shares = [block // size for block in partition.blocks]
-    firsts = [end - block for end, block in zip(accumulate(partition.blocks), partition.blocks, strict=True)]
-    return [
-        slice(first + at * own, first + (at + 1) * own) for first, own in zip(firsts, shares, strict=True)
-    ]
 
 
 def in_format(array: Any, partition: Partition) -> Any:

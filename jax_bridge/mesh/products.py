@@ -17,7 +17,7 @@ from jax_bridge.mesh.cut import GATHER, ROW, Cut, specs_of
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.weights.codes import Groups
 from jax_bridge.weights.formats import Multiplier, dot
-from jax_bridge.weights.products import linear_jax, stacked_linear_jax
+from jax_bridge.weights.products import layer_of, linear_jax, stacked_linear_jax
 
 P = PartitionSpec
 
@@ -48,12 +48,16 @@ def partitioned_linear(
 def partitioned_stacked_linear(
     rows: Float[Array, "experts R in"], stack: Cut, *, transposed: bool
 ) -> Float[Array, "experts R out"]:
-    """`torch_dflash.ops.spread.stacked_linear`, each chip with its experts."""
+    """`torch_dflash.ops.spread.stacked_linear`, each chip with its experts; codes one expert at a time.
+
+    The sums of all experts' groups in float32 would be many times the codes' bytes.
+    """
 
     def local(rows: Array, part: Any) -> Array:
-        if isinstance(part, Groups):
-            return part.products(rows)
-        return stacked_linear_jax(rows, part, transposed=transposed)
+        if not isinstance(part, Groups):
+            return stacked_linear_jax(rows, part, transposed=transposed)
+        own = jnp.arange(len(rows))[:, None]
+        return jax.lax.map(lambda at: part.one(at).products(layer_of(rows, at))[0], own)
 
     spec, given = stack.partition.spec, specs_of(stack.array, stack.partition)
     return stack.partition.on_parts(local, (spec, given), spec)(rows, stack.array)

@@ -20,7 +20,6 @@ from jax_bridge.mesh.cut import (
     fitted,
     fitting,
     in_format,
-    rows_of_chip,
     specs_of,
 )
 from jax_bridge.weights.codes import Scaled, bound_to
@@ -38,8 +37,7 @@ def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partiti
             return Halved(*to_jax(halves(read(index), partition.widths), device=device))
         if not partition.blocks:
             return to_numpy(read(index))
-        pieces = rows_of_chip(index[0], partition)
-        return np.concatenate([to_numpy(read((rows, *index[1:]))) for rows in pieces])
+        return np.concatenate([to_numpy(read((rows, *index[1:]))) for rows in partition.rows_of(index[0])])
 
     return place_parts(part, shape, partition)
 
@@ -72,7 +70,7 @@ def place_quantised(
 
     @lru_cache(1)
     def quantised(*ends: int) -> tuple[dict[str, torch.Tensor], str]:
-        own = torch.cat([read((piece,)) for piece in pieces_of(slice(*ends), partition)])
+        own = torch.cat([read((piece,)) for piece in partition.rows_of(slice(*ends))])
         return by_rows(own), name_of(own.dtype)
 
     def part(index: Index, device: Any) -> Scaled:
@@ -82,11 +80,6 @@ def place_quantised(
         return Scaled(table=None, dtype=dtype, **kept)
 
     return place_parts(part, shape, partition)
-
-
-def pieces_of(rows: slice, partition: Partition) -> list[slice]:
-    """A chip's rows in the model's order."""
-    return rows_of_chip(rows, partition) if partition.blocks else [rows]
 
 
 def relocated(weight: Any, where: Partition | Any) -> Any:

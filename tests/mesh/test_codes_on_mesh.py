@@ -205,11 +205,12 @@ def test_a_checkpoint_keeps_its_codes_on_four_devices(tmp_path):
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("form", "quantize", "most"),
-    [("fp8", None, 1.3), ("fp8", "int8", 1.3), ("fp8_32", None, 1.7), ("fp8_tensor", None, 1.3),
-     ("mxfp4", None, 1.3), ("int4", None, 1.3), ("fp8_experts", None, 1.3)],
+    [("fp8", None, 1.3), ("fp8", "int8", 1.3), ("fp8 32", None, 1.7), ("fp8_tensor", None, 1.3),
+     ("mxfp4", None, 1.3), ("int4", None, 1.3), ("fp8_experts", None, 1.3), ("hybrid 8", None, 1.3),
+     ("hybrid 16", None, 1.6), ("hybrid 32", None, 1.6)],
 )  # fmt: skip
 def test_every_form_of_a_checkpoint(tmp_path, form, quantize, most):
-    """A part of four devices would end inside of a block in "fp8_32" and "int4": those weights are whole."""
+    """A part of four devices would end inside of a block in "fp8 32" and "int4": those weights are whole."""
     loaded(tmp_path, form, (2, 4), quantize, most)
 
 

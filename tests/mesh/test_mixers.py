@@ -9,7 +9,7 @@ from support.hybrids import BEFORE, SLICEABLE, make_hybrid
 from support.refusals import refuses
 from support.slices import Case, make_sliceable, run_cases, run_on_four
 
-from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, InBlocks, Partition, chip_by_chip, rows_of_chip
+from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, InBlocks, Partition, chip_by_chip
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import partitions_of_target
 from jax_bridge.mesh.shape import ALL
@@ -40,7 +40,7 @@ def test_a_chip_has_matching_rows_of_each_block():
     stored = chip_by_chip(rows, way)
     for chip in range(4):
         part = slice(5 * chip, 5 * chip + 5)
-        wanted = np.concatenate([rows[one] for one in rows_of_chip(part, way)])
+        wanted = np.concatenate([rows[one] for one in way.rows_of(part)])
         assert np.array_equal(stored[part], wanted)
         assert wanted[:, 0].tolist() == [2 * r for r in (chip, 4 + chip, *range(8 + 3 * chip, 11 + 3 * chip))]
     assert np.array_equal(InBlocks(stored, way).unwrap(), rows)

@@ -11,8 +11,11 @@ import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.weights import layout
 from jax_bridge.weights.formats import plain
+from support.hybrids import SLICEABLE
+from support.quantised import KINDS as FORMS
 from support.quantised import publish, publish_int4
-from support.slices import make_sliceable
+from support.slices import HEADS, make_sliceable
+from support.tiny import BASE
 from torch_dflash.requests.prompts import pad_rows
 
 __all__ = ["MIXED", "PROMPTS", "ROOM", "alike", "as_off_the_cpu", "drafted", "jax", "jb", "make_sliceable"]
@@ -61,7 +64,14 @@ def share(arrays: dict[str, Any]) -> float:
 
 
 def publish_as(form: str, folder: str) -> Path:
-    """A checkpoint of a form of `support.quantised`: "fp8_32" has larger blocks."""
+    """A checkpoint of a form of `support.quantised`, perhaps with the size of blocks behind: "fp8 32".
+
+    "hybrid" has recurrent layers.
+    """
     if form == "int4":
         return publish_int4(Path(folder), scales=torch.float32)
-    return publish("fp8", Path(folder), block=32) if form == "fp8_32" else publish(form, Path(folder))
+    kind, _, block = form.partition(" ")
+    cls, config, extra = SLICEABLE["qwen3_5"]
+    fields = BASE | extra | HEADS["2x2"][0] | {"vocab_size": 100, "num_hidden_layers": 2}
+    FORMS["hybrid"] = cls, config, fields
+    return publish(kind, Path(folder), block=int(block or 16))
