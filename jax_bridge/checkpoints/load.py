@@ -305,7 +305,8 @@ def _in_codes(
     part: Any, index: tuple[slice, ...], place: Any, dtype: torch.dtype, partition: Partition | None = None
 ) -> Any:
     """A stored weight, or the part at an index (empty: all) of one that is cut, as it is stored."""
-    first, *rest = index or [slice(None)] * len(part.shape)
+    index = index or (slice(None),) * len(part.shape)
+    first, last = index[0], index[-1]
     if isinstance(part, Stacked):
         assert part.block
         shape, one = (len(part.experts[first]), *part.shape[1:]), part.experts[0][0]
@@ -315,7 +316,7 @@ def _in_codes(
         return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, place)
     unit = 0 if partition is None else partition.unit(part.shape)
     pieces = [first] if partition is None else partition.rows_of(first)
-    own, scales, (block, *_) = zip(*(part.read_codes_of(rows, rest[0], unit) for rows in pieces), strict=True)
+    own, scales, (block, *_) = zip(*(part.read_codes_of(rows, last, unit) for rows in pieces), strict=True)
     scale = scales[0] if prod(part.scales.shape) == 1 else torch.cat(scales)
     int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
     codes = torch.cat(own) if len(own) > 1 else own[0]
