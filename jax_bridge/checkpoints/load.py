@@ -316,10 +316,12 @@ def _in_codes(
         return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, place)
     unit = 0 if partition is None else partition.unit(part.shape)
     pieces = [first] if partition is None else partition.rows_of(first)
-    own, scales, (block, *_) = zip(*(part.read_codes_of(rows, last, unit) for rows in pieces), strict=True)
-    scale = scales[0] if prod(part.scales.shape) == 1 else torch.cat(scales)
+    found = [part.read_codes_of(rows, last, unit) for rows in pieces]
+    codes, scale, block = found[0]
+    if len(found) > 1:
+        codes = torch.cat([one[0] for one in found])
+        scale = scale if prod(part.scales.shape) == 1 else torch.cat([one[1] for one in found])
     int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
-    codes = torch.cat(own) if len(own) > 1 else own[0]
     return of_codes(codes, scale, block, dtype, place, int4, by_rows)
 
 
