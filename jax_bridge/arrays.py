@@ -77,21 +77,22 @@ def own_copy(tensor: torch.Tensor, dtype: torch.dtype | None, place: Any) -> jax
     return row_major(to_jax(own, copy=False, device=place)).block_until_ready()
 
 
-def row_major_format(place: Sharding) -> Format:
-    """The row-major format of a matrix at ``place``."""
-    return Format(Layout(major_to_minor=(0, 1)), place)
+def row_major_format(place: Sharding, axes: int) -> Format:
+    """The row-major format of an array with so many axes at ``place``."""
+    return Format(Layout(major_to_minor=tuple(range(axes))), place)
 
 
 def row_major(array: Any) -> jax.Array:
-    """``array``, row-major if it is a matrix on a TPU.
+    """``array``, row-major on a TPU.
 
-    By itself, XLA makes a matrix column-major there where that needs less padding (gpt-oss: 2,880 is no
-    multiple of 128), and programs begin with a transposed copy of it.
+    By itself, XLA turns axes there where that needs less padding (gpt-oss: 2,880 is no multiple of 128, its
+    90 groups are none of 8), and programs begin with a copy of it that is turned back.
     """
     elsewhere = any(device.platform != "tpu" for device in array.sharding.device_set)
-    if elsewhere or array.ndim != 2 or array.format.layout.major_to_minor == (0, 1):
+    wanted = row_major_format(array.sharding, array.ndim)
+    if elsewhere or array.ndim < 2 or array.format.layout.major_to_minor == wanted.layout.major_to_minor:
         return array
-    return jax.device_put(array, row_major_format(array.sharding))
+    return jax.device_put(array, wanted)
 
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,9 @@ from jax_bridge.tails import cut_tails
 
 
 def shape_at(leaf: Any, place: Sharding, by_rows: bool = False) -> jax.ShapeDtypeStruct:
-    """A shape at ``place``; ``by_rows``: a matrix is row-major, as weights are on a TPU."""
-    at: Any = row_major_format(place) if by_rows and len(leaf.shape) == 2 else place
+    """A shape at ``place``; ``by_rows``: it is row-major, as weights are on a TPU."""
+    axes = len(leaf.shape)
+    at: Any = row_major_format(place, axes) if by_rows and axes > 1 else place
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jax.sharding import Mesh, SingleDeviceSharding
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from jax_bridge.arrays import default_device, shape_of, to_jax
+from jax_bridge.arrays import default_device, row_major, shape_of, to_jax
 from jax_bridge.checkpoints.check_config import check_sizes
 from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, is_plain, match, renamed
@@ -278,7 +278,7 @@ def _on_device(rules: LayoutRules, coded: set[str]) -> Callable[[str, Source, to
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         place = SingleDeviceSharding(device)
         if name in coded:
-            return _in_codes(part, (), place, dtype)
+            return jax.tree.map(row_major, _in_codes(part, (), place, dtype))
         return keep(part.read(), rules.choose(name, part.shape, dtype, device), dtype, place)
 
     return kept

@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import torch
 from torch import nn
 
-from jax_bridge.arrays import own_copy, shape_of, to_jax
+from jax_bridge.arrays import own_copy, row_major, shape_of, to_jax
 from jax_bridge.weights.autotune import is_slow, leads, lies_by_inputs
 from jax_bridge.weights.codes import Scaled
 from jax_bridge.weights.formats import (
@@ -189,7 +190,8 @@ def keep(
         tensor = tensor.to(dtype or tensor.dtype)
         half, apart = tensor.dtype in HALVES, layout.read and kind is not Scaled
         table = keep(tensor, WeightLayout(Readable if half else None), place=place) if apart else None
-        return kind.of(tensor, table, place, dtype=layout.dtype, leads=layout.leads)
+        kept = kind.of(tensor, table, place, dtype=layout.dtype, leads=layout.leads)
+        return jax.tree.map(row_major, kept)
     if kind is Halved:
         assert layout.widths is not None
         up, down = halves(tensor, layout.widths)

@@ -142,16 +142,16 @@ def test_programs_take_matrices_as_they_lie(family, source, tmp_path, monkeypatc
         assert taken.layout == embedding.format.layout
 
 
-def test_only_a_tpus_matrices_are_laid_by_rows(monkeypatch):
+def test_only_a_tpus_weights_are_laid_by_rows(monkeypatch):
     def on_tpu(*order):
         lies = SimpleNamespace(layout=SimpleNamespace(major_to_minor=order))
         place = SimpleNamespace(device_set=[SimpleNamespace(platform="tpu")])
         return SimpleNamespace(ndim=len(order), format=lies, sharding=place)
 
-    monkeypatch.setattr(arrays, "row_major_format", lambda place: place)
+    monkeypatch.setattr(arrays, "row_major_format", lambda place, axes: on_tpu(*range(axes)).format)
     monkeypatch.setattr(jax, "device_put", lambda array, place: "by rows")
-    assert row_major(on_tpu(1, 0)) == "by rows"
-    for array in (on_tpu(0, 1), on_tpu(0), on_tpu(2, 1, 0), jax.numpy.zeros((2, 3))):
+    assert row_major(on_tpu(1, 0)) == row_major(on_tpu(0, 2, 1)) == "by rows"
+    for array in (on_tpu(0, 1), on_tpu(0), on_tpu(0, 1, 2), jax.numpy.zeros((2, 3))):
         assert row_major(array) is array
 
 
