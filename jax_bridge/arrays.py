@@ -89,10 +89,9 @@ def row_major(array: Any) -> jax.Array:
     90 groups are none of 8), and programs begin with a copy of it that is turned back.
     """
     elsewhere = any(device.platform != "tpu" for device in array.sharding.device_set)
-    wanted = row_major_format(array.sharding, array.ndim)
-    if elsewhere or array.ndim < 2 or array.format.layout.major_to_minor == wanted.layout.major_to_minor:
+    if elsewhere or array.ndim < 2 or array.format.layout.major_to_minor == tuple(range(array.ndim)):
         return array
-    return jax.device_put(array, wanted)
+    return jax.device_put(array, row_major_format(array.sharding, array.ndim))
 
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:

@@ -305,24 +305,20 @@ def _in_codes(
     part: Any, index: tuple[slice, ...], place: Any, dtype: torch.dtype, partition: Partition | None = None
 ) -> Any:
     """A stored weight, or the part at an index (empty: all) of one that is cut, as it is stored."""
-    index = index or (slice(None),) * len(part.shape)
-    first, last = index[0], index[-1]
+    first, *rest = list(index) or [slice(None)] * len(part.shape)
     if isinstance(part, Stacked):
-        assert part.block
         shape, one = (len(part.experts[first]), *part.shape[1:]), part.experts[0][0]
         int4 = isinstance(one, Dequantised) and isinstance(one.codes, Packed)
-        return of_experts(part.read_codes(first), shape, part.block, dtype, place, int4)
+        return of_experts(part.read_codes(first), shape, part.block or (1, 1), dtype, place, int4)
     if part.turned:
         return of_pairs(part.codes.read_part((first,)), part.scales.read_part((first,)), dtype, place)
     unit = 0 if partition is None else partition.unit(part.shape)
     pieces = [first] if partition is None else partition.rows_of(first)
-    found = [part.read_codes_of(rows, last, unit) for rows in pieces]
-    codes, scale, block = found[0]
-    if len(found) > 1:
-        codes = torch.cat([one[0] for one in found])
-        scale = scale if prod(part.scales.shape) == 1 else torch.cat([one[1] for one in found])
+    found = [part.read_codes_of(rows, *rest, unit) for rows in pieces]
+    own, scales, (block, *_) = map(list, zip(*found, strict=True))
+    scale = scales[0] if prod(part.scales.shape) == 1 else torch.cat(scales)
     int4, by_rows = isinstance(part.codes, Packed), part.block[1] == part.shape[1]
-    return of_codes(codes, scale, block, dtype, place, int4, by_rows)
+    return of_codes(torch.cat(own) if len(own) > 1 else own[0], scale, block, dtype, place, int4, by_rows)
 
 
 def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTrainedModel:

@@ -181,7 +181,11 @@ folder = publish_as("FORM", "FOLDER")
 asked = {"dtype": torch.float32, "keep_codes": True, "quantize": QUANTIZE}
 one = jb.load(folder, **asked)
 wanted = said(td.compile(one, None, **ROOM))
+from jax_bridge.weights.codes import Groups
+products, calls = Groups.products, []
+Groups.products = lambda own, rows: calls.append(rows.shape[0]) or products(own, rows)
 for mesh in MESHES:
+    calls.clear()
     loaded = jb.load(folder, mesh=mesh, **asked)
     alike(loaded.arrays)
     same_values(one.arrays, loaded.arrays)
@@ -189,6 +193,8 @@ for mesh in MESHES:
     drafting = td.compile(loaded, td.NGramProposer(4), mesh=mesh, **ROOM)
     assert drafting.runtime._place.share({}, ()) == ({}, ())
     assert said(drafting) == wanted, mesh
+    # Experts multiply on their chips, one at a time.
+    assert set(calls) == ({1} if "FORM" in ("fp8_experts", "mxfp4", "int4") else set()), calls
 print("checked")
 """
 
@@ -215,12 +221,12 @@ def test_every_form_of_a_checkpoint(tmp_path, form, quantize, most):
 
 
 NEIGHBOURS = """
-import jax_bridge.mesh.products as products
+import jax_bridge.mesh.products as chips
 from dataclasses import replace
-row, around = products._row, [(at, (at + 1) % 4) for at in range(4)]
+row, around = chips._row, [(at, (at + 1) % 4) for at in range(4)]
 def turned(rows, part):
-    return row(rows, replace(part, scale=jax.lax.ppermute(part.scale, products.ALL, around)))
-products._row = turned
+    return row(rows, replace(part, scale=jax.lax.ppermute(part.scale, chips.ALL, around)))
+chips._row = turned
 """
 
 
