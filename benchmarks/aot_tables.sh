@@ -27,6 +27,10 @@ mkdir -p docs/results/kflat
 for pair in qwen3-4b qwen3-coder-30b-a3b; do
     results=docs/results/kflat figure "$pair" "$pair" --kflat
 done
+results=docs/results/kflat figure gpt-oss-20b gpt-oss-20b --kflat
+results=docs/results/kflat figure gpt-oss-20b-mxfp4 gpt-oss-20b --kflat --quantize mxfp4
+results=docs/results/kflat figure qwen3-4b-int8 qwen3-4b --kflat --quantize int8
+results=docs/results/kflat figure qwen3-32b-fp8 qwen3-32b --kflat --quantize fp8
 second=(--cache paged --drafter "$configs/qwen3-4b-dflash2")
 figure qwen3-4b-dflash2-paged-16 qwen3-4b "${second[@]}"
 figure qwen3-4b-dflash2-paged-16-v5e qwen3-4b "${second[@]}" --topology v5e:2x2
@@ -59,14 +63,24 @@ deep=(deepseek-v3-16-experts "${latent[@]}" --layers 4)
 figure deepseek-v3-16-experts-4-layers "${deep[@]}" --topology v5p:2x2x1 --mesh 4
 figure deepseek-v3-16-experts-4-layers-32k "${deep[@]}" --topology v5p:2x2x1 --mesh 4 --context 32768
 figure kimi-k2.5-16-experts-2-layers kimi-k2.5-16-experts "${latent[@]}" --layers 2 --topology v6e:2x4 --mesh 8
+for rows in 1 4; do
+    for pair in qwen3-coder-30b-a3b qwen3.5-35b-a3b qwen3-next-80b-a3b; do
+        results=docs/results/aot figure "$pair-8-layers-paged-$rows" "$pair" --cache paged --drafter ngram --block 16 \
+            --layers 8 --verify "$rows" --passes verify
+    done
+done
 results=docs/results/quantised
 mkdir -p "$results"
 figure qwen3-4b-int8-paged-16 qwen3-4b --cache paged --quantize int8
 figure qwen3-4b-int8-paged-16-v6e qwen3-4b --cache paged --quantize int8 --topology v6e:2x2
+figure qwen3-4b-int8-paged-16-v5e qwen3-4b --cache paged --quantize int8 --topology v5e:2x2
+figure qwen3-32b-fp8-paged-16 qwen3-32b --cache paged --quantize fp8
+figure qwen3-32b-fp8-8-layers-paged-16-v6e qwen3-32b --cache paged --quantize fp8 --topology v6e:2x2 --layers 8
 figure qwen3-4b-int8-paged-16-v5p-4 qwen3-4b --cache paged --quantize int8 --mesh 4
 figure qwen3-4b-int8-paged-16-v6e-4 qwen3-4b --cache paged --quantize int8 --topology v6e:2x2 --mesh 4
 figure gpt-oss-20b-mxfp4-paged-8 gpt-oss-20b --cache paged --quantize mxfp4
 figure gpt-oss-20b-mxfp4-paged-8-v6e gpt-oss-20b --cache paged --quantize mxfp4 --topology v6e:2x2
+figure gpt-oss-20b-mxfp4-paged-8-v5e gpt-oss-20b --cache paged --quantize mxfp4 --topology v5e:2x2
 # Kimi-K2.5's widths with 16 of its 384 experts, one dense layer and one of experts; beside it the same in bfloat16.
 cut=(kimi-k2.5-16-experts --cache paged --drafter ngram --block 16 --layers 2 --passes verify --passes round)
 name=kimi-k2.5-16-experts-2-layers

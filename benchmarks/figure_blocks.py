@@ -43,7 +43,7 @@ from figure_demo import (
     demo_unions,
 )
 from figure_hybrids import cached_forwards
-from figure_kflat import kflat_bound, kflat_rows, kflat_speed
+from figure_kflat import kflat_bound, kflat_codes, kflat_rows, kflat_speed
 from figure_published import published
 from figure_slices import slices_aot, slices_hybrids, slices_needed
 from figure_text import RESULTS, command, item, result, spread, table
@@ -443,6 +443,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sampled-drafts": sampled_drafts,
     "tree-rows": tree_rows,
     "kflat-bound": kflat_bound,
+    "kflat-codes": kflat_codes,
     "kflat-rows": kflat_rows,
     "kflat-speed": kflat_speed,
     "published": published,

@@ -9,6 +9,8 @@ from typing import Any
 from figure_text import result, table
 
 PAIRS = {"qwen3-4b": "Qwen3-4B", "qwen3-coder-30b-a3b": "Qwen3-Coder-30B-A3B"}
+CODED = {"qwen3-4b-int8": "Qwen3-4B, int8", "qwen3-32b-fp8": "Qwen3-32B, FP8 of 128 x 128"}
+CODED |= {"gpt-oss-20b-mxfp4": "gpt-oss-20b, experts in MXFP4", "gpt-oss-20b": "gpt-oss-20b, bfloat16"}
 COLOURS = {"v5p": "#2a7f62", "v5e": "#e0a458", "v6e": "#3867a8"}
 SHOWN = (1, 4, 16, 64, 128, 256, 512, 1024)
 LEFT, TOP, STEP, UNIT, MOST = 52, 56, 52, 44, 6  # pixels; STEP, UNIT: of a doubling; MOST: doublings of time
@@ -32,6 +34,22 @@ def kflat_bound() -> str:
         for one in found(pair)["cells"]
     ]
     return table(["target", "context", "sequences", *COLOURS], *rows)
+
+
+def kflat_codes() -> str:
+    """`kflat_bound` of weights in codes, one sequence of 4,096 tokens, and the products' passes."""
+    body = []
+    for pair, name in CODED.items():
+        own = cell(found(pair))
+        work = own["rows"][0]
+        share = work["grouped_flops"] / work["flops"]
+        group = f"{share:.0%} in groups of {work['group']}" if share else "none in groups"
+        depths = {chip: found(pair)["chips"][chip]["depth"] for chip in COLOURS}
+        times = [f"{max(1, depth // work['group'])}" if share else "1" for depth in depths.values()]
+        bounds = [str(own["bound_from"][chip] or "none") for chip in COLOURS]
+        body.append([name, f"{work['bytes'] / 1e9:.2f}", *bounds, group, ", ".join(times)])
+    heads = ["target", "GB of one row", *COLOURS, "products", f"passes of these on {', '.join(COLOURS)}"]
+    return table(heads, *body)
 
 
 def kflat_rows() -> str:

@@ -34,3 +34,5 @@ coded() { # pair, topology, chips of it, form
 
 coded gpt-oss-120b v6e:2x2 4 mxfp4
 coded minimax-m2.5 v6e:2x4 8 fp8
+coded qwen3.5-27b v6e:2x2 1 int8
+coded qwen3-32b v6e:2x2 4 fp8

@@ -28,17 +28,18 @@ Shapes = dict[str, Any]
 
 
 class Chip(NamedTuple):
-    """Published peaks of one chip: dense bf16 FLOP/s and HBM bytes/s."""
+    """Published peaks of one chip: dense bf16 FLOP/s and HBM bytes/s; inputs of its array of multipliers."""
 
     flops: float
     bandwidth: float
+    depth: int = 128
 
 
 CHIPS = {
     "v4": Chip(275e12, 1228e9),
     "v5e": Chip(197e12, 819e9),
     "v5p": Chip(459e12, 2765e9),
-    "v6e": Chip(918e12, 1640e9),
+    "v6e": Chip(918e12, 1640e9, 256),
 }
 
 

@@ -4,19 +4,26 @@ Bytes are those of the floor (`jax_bridge.aot.floor`: weights, K/V of the contex
 embedding, its K/V, its logits written and read. Values between layers are left out: for 64 rows they are a
 few per cent, by compiled programs (docs/tpu.md). FLOPs are two per weight and row, and those of attention.
 Experts are read and multiplied as here: those that rows are expected to hit if every choice is as likely,
-each for every row; ``routed_flops`` are those that routing needs.
+each for every row; ``routed_flops`` are those that routing needs. A product of a group of inputs fills the
+chip's array of multipliers as far as the group is deep: ``grouped_flops`` take as many times longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jax_bridge.aot.compile import AbstractPair
 from jax_bridge.aot.floor import CHIPS, Chip, cached_values, expert_weights, floor_of, target_weights
+from jax_bridge.device_memory import bytes_of
 from jax_bridge.kernels.hit_experts import expected_hits, most_rows
+from jax_bridge.weights.codes import Blocks, Groups
 from torch_dflash.decode import Pair
 
 ROWS = tuple(1 << step for step in range(11))
@@ -30,19 +37,42 @@ class Work(NamedTuple):
     bytes: int
     flops: int
     routed_flops: int
+    grouped_flops: int = 0
+    group: int = 1
 
     def seconds(self, chip: Chip) -> float:
         """The longer of reading and computing, at the chip's published peaks."""
-        return max(self.bytes / chip.bandwidth, self.flops / chip.flops)
+        return max(self.bytes / chip.bandwidth, self.computing(chip))
+
+    def computing(self, chip: Chip) -> float:
+        """Seconds of the products."""
+        idle = max(1.0, chip.depth / self.group) - 1
+        return (self.flops + idle * self.grouped_flops) / chip.flops
+
+
+class Part(NamedTuple):
+    """Elements of weights, their bytes, and elements in groups of inputs that share a scale."""
+
+    size: int
+    bytes: int
+    grouped: int
+
+    @classmethod
+    def of(cls, weights: Iterable[Any]) -> Part:
+        """Of shapes, or formats of them."""
+        found = [(prod(one.shape), bytes_of(one), isinstance(one, Blocks | Groups)) for one in weights]
+        sizes = (sum(size for size, _, _ in found), sum(held for _, held, _ in found))
+        return cls(*sizes, sum(size for size, _, grouped in found if grouped))
 
 
 class WeightCounts(NamedTuple):
-    """Elements of the target's weights that a pass reads: layers and head, and all experts."""
+    """The target's weights that a pass reads: layers and head, and all experts; inputs of a ``group``."""
 
-    shared: int
-    experts: int
+    shared: Part
+    experts: Part
     count: int
     chosen: int
+    group: int = 1
 
     def calls(self, rows: int, hidden: int) -> list[tuple[int, float]]:
         """(Rows, part of the experts) of each product of a pass."""
@@ -84,20 +114,22 @@ def work_of(pair: Pair, weights: WeightCounts, context: int, batch: int, rows: i
     heads: Any = config.num_attention_heads
     share = weights.chosen / max(weights.count, 1)
     calls = weights.calls(every, config.hidden_size)
-    read = weights.experts * sum(part for _, part in calls)
+    shared, experts = weights.shared, weights.experts
+    read = experts.bytes * sum(part for _, part in calls)
     cached = sum(spec.width for spec in target.specs)
     held = cached_values(target, context, rows)
     seen = context + (rows + 1) / 2  # half of the rows themselves, on average
     attended = sum((spec.k_dim + spec.v_dim) * min(spec.window or seen, seen) for spec in target.specs)
     states = 2 * sum(spec.state_bytes(item) for spec in target.specs)
     added = config.hidden_size + cached + 2 * config.vocab_size
-    moved = item * (weights.shared + read + batch * held + every * added) + batch * states
+    moved = shared.bytes + read + item * (batch * held + every * added) + batch * states
 
-    def computed(experts: float) -> int:
-        return round(2 * every * (weights.shared + experts + heads * attended))
+    def computed(part: float) -> int:
+        return round(2 * every * (shared.size + part * experts.size + heads * attended))
 
-    multiplied = weights.experts * sum(rows * part for rows, part in calls) / every
-    return Work(round(moved), computed(multiplied), computed(weights.experts * share))
+    multiplied = sum(rows * part for rows, part in calls) / every
+    grouped = round(2 * every * (shared.grouped + multiplied * experts.grouped))
+    return Work(round(moved), computed(multiplied), computed(share), grouped, weights.group)
 
 
 def draft_of(model: AbstractPair, context: int, batch: int) -> Work:
@@ -108,7 +140,9 @@ def draft_of(model: AbstractPair, context: int, batch: int) -> Work:
     floor = floor_of(at, model.params, context)
     every = batch * plan.block_size
     cached = 2 * batch * pair.proposer.cost(plan, context).cached
-    flops = every * (floor.draft - cached) + floor.draft_attention_flops  # two per weight of two bytes
+    wide = {name: jax.ShapeDtypeStruct(one.shape, jnp.bfloat16) for name, one in model.params.items()}
+    flops = every * (floor_of(at, wide, context).draft - cached)  # two per weight of two bytes
+    flops += floor.draft_attention_flops
     return Work(floor.draft, flops, flops)
 
 
@@ -118,7 +152,8 @@ def bound_from(pair: Pair, weights: WeightCounts, context: int, batch: int, chip
     while low < high:
         rows = (low + high) // 2
         work = work_of(pair, weights, context, batch, rows)
-        low, high = (low, rows) if work.flops / chip.flops > work.bytes / chip.bandwidth else (rows + 1, high)
+        bound = work.computing(chip) > work.bytes / chip.bandwidth
+        low, high = (low, rows) if bound else (rows + 1, high)
     return low if low <= MOST else None
 
 
@@ -126,8 +161,10 @@ def _weights(model: AbstractPair) -> WeightCounts:
     reads = target_weights(model.pair, model.params)
     stacks = expert_weights(model.pair, reads)
     count, chosen = max(stacks.values(), default=(0, 0))
-    experts = sum(reads[name].size for name in stacks)
-    return WeightCounts(sum(shape.size for shape in reads.values()) - experts, experts, count, chosen)
+    shared = Part.of(one for name, one in reads.items() if name not in stacks)
+    groups = {one.array.shape[-2] for one in reads.values() if isinstance(one, Blocks | Groups)}
+    experts = Part.of(reads[name] for name in stacks)
+    return WeightCounts(shared, experts, count, chosen, min(groups, default=1))
 
 
 def _cell(

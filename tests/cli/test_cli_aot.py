@@ -327,9 +327,9 @@ def test_the_options_of_the_plan_are_those_that_can_be_given(capsys):
     assert shown == plan | own | {*"mesh passes dump-hlo json quiet kflat acceptance rows quantize".split()}
 
 
-def kflat_of(name, **how):
+def kflat_of(name, quantize=None, **how):
     target, drafter = load_configs(str(CONFIGS / name), str(CONFIGS / f"{name}-dflash"), None, 2)
-    return kflat(aot.abstract_pair(target, drafter, capacity=64), [1024], [1, 8], **how)
+    return kflat(aot.abstract_pair(target, drafter, capacity=64, quantize=quantize), [1024], [1, 8], **how)
 
 
 def test_a_pass_by_its_rows_is_derived_by_hand():
@@ -343,7 +343,8 @@ def test_a_pass_by_its_rows_is_derived_by_hand():
         for work in cell["rows"]:
             every = batch * work["rows"]
             added = 2560 + cached + 2 * 151936
-            assert work["bytes"] == 2 * (weights + batch * 1024 * cached + every * added)
+            frequencies = 2 * 2 * 64  # in float32
+            assert work["bytes"] == 2 * (weights + batch * 1024 * cached + every * added) + frequencies
             scores = 2 * 32 * 2 * 128 * (1024 + (work["rows"] + 1) / 2)
             assert work["flops"] == work["routed_flops"] == 2 * every * (weights + scores)
     chip = chip_of("v5p:2x2x1")
@@ -367,6 +368,23 @@ def test_experts_that_are_hit_are_read_once_and_multiplied_for_all_rows():
         if count <= 64:
             assert work["bytes"] - alone == pytest.approx(2 * experts * (hit - 8 / 128), rel=0.05)
     assert rows[1024]["bytes"] - rows[512]["bytes"] > 2 * experts * 0.99
+
+
+def test_codes_move_fewer_bytes_and_groups_of_inputs_compute_longer():
+    wide, narrow = (kflat_of("qwen3-4b", form)["cells"][0] for form in (None, "int8"))
+    assert 0.5 < narrow["rows"][0]["bytes"] / wide["rows"][0]["bytes"] < 0.52
+    assert narrow["draft"]["flops"] == pytest.approx(wide["draft"]["flops"], rel=1e-3)
+    assert narrow["draft"]["bytes"] < 0.52 * wide["draft"]["bytes"]
+    assert 0.5 < narrow["bound_from"]["v5p"] / wide["bound_from"]["v5p"] < 0.6
+    assert all(work["grouped_flops"] == 0 for work in narrow["rows"])
+    grouped = kflat_of("gpt-oss-20b", "mxfp4")["cells"][0]
+    one = grouped["rows"][-1]
+    hit = 32 * 3 * 2880 * 2880 * 2  # two layers' experts
+    assert one["group"] == 32 and one["grouped_flops"] == pytest.approx(2 * 1024 * hit)
+    for chip, times in (("v5p", 4), ("v6e", 8)):
+        peak = chip_of(f"{chip}:").flops
+        seconds = (one["flops"] + (times - 1) * one["grouped_flops"]) / peak
+        assert grouped["ms"][chip][-1] == pytest.approx(1e3 * seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("paged-16", 16), ("paged-64", 64)])

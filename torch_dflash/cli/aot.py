@@ -25,7 +25,8 @@ for each reads the head. Roofline: the longer of HBM time and FLOP time at the c
 DERIVED = """\
 Derived, not compiled or measured: weights, K/V of the context and each row's own bytes, and two FLOPs per
 weight and row, at the chips' published peaks. A pass of few rows is bound by memory: more rows come at the
-same time. Experts are multiplied for all rows; in brackets: FLOPs of those that rows are routed to."""
+same time. Experts are multiplied for all rows; in brackets: FLOPs of those that rows are routed to. Products
+of codes in groups of 32 inputs fill a part of the chip's multipliers, and take 4 (v6e: 8) times longer."""
 
 
 def _check(arguments: SimpleNamespace) -> None:
@@ -35,8 +36,6 @@ def _check(arguments: SimpleNamespace) -> None:
         raise UserError(
             f"--rows {arguments.rows}: --kflat counts every number of rows; leave one of them out."
         )
-    if arguments.quantize and arguments.kflat:
-        raise UserError(f"--quantize {arguments.quantize}: is compiled; leave --kflat out.")
     tpu.check_json(arguments)
 
 
@@ -160,9 +159,11 @@ def _kflat(arguments: SimpleNamespace) -> int:
         from jax_bridge.aot.compile import abstract_pair
         from jax_bridge.aot.kflat import kflat
 
-        pair = abstract_pair(target, drafter, capacity=arguments.context, block_size=arguments.block)
+        sizes = {"capacity": arguments.context, "block_size": arguments.block, "quantize": arguments.quantize}
+        pair = abstract_pair(target, drafter, **sizes)
         found = kflat(pair, contexts, sorted({*BATCHES, arguments.batch}), arguments.acceptance or ())
     results = _named(arguments, target, pair.pair.plan) | found
+    results |= {"quantize": arguments.quantize} if arguments.quantize else {}
     tpu.show(results, arguments.json, lambda: _kflat_table(results, arguments))
     return 0
 
@@ -171,7 +172,8 @@ def _kflat_table(results: dict[str, Any], arguments: SimpleNamespace) -> str:
     """The rows from which each chip is bound by compute, then the given context and batch by rows."""
     chips = [*results["chips"]]
     lines = [
-        f"{results['target']} with {results['drafter']}, {results['layers']} layers, one chip",
+        f"{results['target']} with {results['drafter']}, {results['layers']} layers, one chip"
+        + (f", in {arguments.quantize}" if arguments.quantize else ""),
         "",
         "rows from which a chip computes longer than it reads",
         f"{'context':>8}{'batch':>7}" + "".join(f"{chip:>8}" for chip in chips),
