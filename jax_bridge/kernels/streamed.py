@@ -21,6 +21,10 @@ MOST_KEYS, FEWEST_KEYS = 256, 64
 """Keys of a block: few, so that its copies stay in a CPU's caches; more where a key has little work."""
 BLOCK_BYTES = 6 << 20
 FEW_ROWS = 64
+TALL = 51
+"""Rows from which XLA's CPU compiler sums a float32 product in another order, unless its results' rows have
+whole `LANES`, and at most `MOST_LANES`."""
+LANES, MOST_LANES = 64, 512
 FLOOR = LOWEST / 10
 """Lower bound of each row's largest score: a hidden key then has weight zero in every row."""
 IN_FLOAT32: Any = {"preferred_element_type": jnp.float32}
@@ -80,13 +84,25 @@ def _scores(query: Array, key: Array) -> Float[Array, "B G heads M keys"]:
 def _gains(weight: Array, value: Array) -> Float[Array, "B G heads M Dv"]:
     size = whole_tiles(weight.dtype, weight.shape[-1])
     weight, value = enlarged(weight, -1, size), enlarged(value, -2, size)
-    return _flat_product(lambda rows: jnp.einsum("bgrk,bgkd->bgrd", rows, value, **IN_FLOAT32), weight)
+    cut = value.dtype == jnp.float32 and (value.shape[-1] % LANES > 0 or value.shape[-1] > MOST_LANES)
+    return _flat_product(lambda rows: jnp.einsum("bgrk,bgkd->bgrd", rows, value, **IN_FLOAT32), weight, cut)
 
 
-def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
-    """``rows`` [B, G, heads, M, X] in one product per K/V head, padded to `enough_rows`."""
-    flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-    out = product(enlarged(flat, 2, enough_rows(rows.dtype, flat.shape[2])))
+def _flat_product(product: Callable[[Array], Array], rows: Array, cut: bool = False) -> Array:
+    """``rows`` [B, G, heads, M, X] in one product per K/V head, padded to `enough_rows`.
+
+    ``cut``: in several of fewer than `TALL` rows, where a block has as many and a plain step has not.
+    """
+    batch, groups, heads, count, width = rows.shape
+    flat = rows.reshape(batch, groups, -1, width)
+    if cut and heads < TALL <= flat.shape[2] and count < FEW_ROWS:
+        size = flat.shape[2] // -(-flat.shape[2] // (TALL // 2))
+        pieces = -(-flat.shape[2] // size)
+        whole = enlarged(flat, 2, pieces * size).reshape(batch, groups, pieces, size, width)
+        out = jax.lax.map(product, whole.swapaxes(0, 2).swapaxes(1, 2))
+        out = out.swapaxes(1, 2).swapaxes(0, 2).reshape(batch, groups, pieces * size, -1)
+    else:
+        out = product(enlarged(flat, 2, enough_rows(rows.dtype, flat.shape[2])))
     return out[:, :, : flat.shape[2]].reshape(*rows.shape[:-1], -1)
 
 

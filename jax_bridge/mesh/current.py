@@ -27,14 +27,14 @@ class Slice:
         groups: counts of K/V heads whose caches are cut.
         vocabularies: sizes of the logits that are cut.
         blocks: channels of queries, keys and values of recurrent layers that are cut; empty: they are whole.
-        latents: whether heads that attend to latents are cut. The latents are whole on every chip.
+        latents: query heads that attend to latents, if they are cut, else 0. Latents are whole on every chip.
     """
 
     mesh: Mesh
     groups: frozenset[int]
     vocabularies: frozenset[int]
     blocks: tuple[int, ...] = ()
-    latents: bool = False
+    latents: int = 0
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -46,9 +46,12 @@ class Slice:
         finally:
             _current.reset(token)
 
-    def heads(self, groups: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """Specs of arrays [B, heads, ...] of query heads and of ``groups`` K/V heads; latents are one."""
-        if groups == 1 and self.latents:
+    def heads(self, groups: int, queries: int = 0) -> tuple[PartitionSpec, PartitionSpec]:
+        """Specs of arrays [B, heads, ...] of query heads and of ``groups`` K/V heads.
+
+        Latents are one head; a drafter may have one, too, and ``queries`` tells them apart.
+        """
+        if groups == 1 and queries and queries == self.latents:
             return P(None, ALL), WHOLE
         return (P(None, ALL), P(None, KV)) if groups in self.groups else (WHOLE, WHOLE)
 

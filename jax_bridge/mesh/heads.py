@@ -40,7 +40,7 @@ def block_on_slice(own: Slice, attend: Callable, inputs: Any, past: Any) -> Any:
 
 def dense_on_slice(own: Slice, attend: Callable, arrays: tuple, key: Any, value: Any, mask: Any) -> Any:
     """`attend` of `jax_bridge.ops.dense_attention_jax`: ``arrays`` are query, key, value, start, sinks."""
-    given, made = _specs(own, arrays[1].shape[1])
+    given, made = _specs(own, *arrays[:2])
     return own.on_parts(attend, (given, given[1], given[1], WHOLE), made)(arrays, key, value, mask)
 
 
@@ -67,16 +67,16 @@ def by_head_on_slice(own: Slice, multiply: Callable, rows: Any, stack: Any) -> A
     return own.on_parts(multiply, (heads, P(ALL) if own.latents else WHOLE), heads)(rows, stack)
 
 
-def _specs(own: Slice, groups: int) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
+def _specs(own: Slice, query: Any, key: Any) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
     """Specs of (query, key, value, start, sinks), and of the output [B, M, Q, Dv]."""
-    query, group = own.heads(groups)
+    query, group = own.heads(key.shape[1], query.shape[1])
     cut = query != WHOLE
     return (query, group, group, WHOLE, P(ALL) if cut else WHOLE), P(None, None, ALL) if cut else WHOLE
 
 
 def _split(own: Slice, inputs: Any) -> tuple[tuple, tuple[PartitionSpec, ...], PartitionSpec]:
     """The arrays of `AttentionInputs`, their specs, and the output's."""
-    given, made = _specs(own, inputs.key.shape[1])
+    given, made = _specs(own, inputs.query, inputs.key)
     return tuple(getattr(inputs, name) for name in ARRAYS), (*given, WHOLE, WHOLE), made
 
 

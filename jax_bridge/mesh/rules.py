@@ -104,7 +104,7 @@ def slice_of(pair: Any, mesh: Mesh) -> Slice:
         frozenset(own.groups for own in heads if own.groups not in whole),
         frozenset(size for size in rows if size % mesh.size == 0),
         blocks_of(pair.target.config, mesh),
-        bool(pair.target.latents) and are_cut(heads[0], mesh),
+        heads[0].queries if pair.target.latents and are_cut(heads[0], mesh) else 0,
     )
 
 

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -155,3 +157,16 @@ def test_the_first_branch_of_a_tree_rounds_as_a_chain_does(form):
 def on_jax(attend, inputs, *given):
     inputs, *given = jb.to_jax((inputs, *given))
     return jb.to_torch(attend(inputs._replace(scale=0.125), *given))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 20])
+@pytest.mark.parametrize("width", [24, 96, 288])
+def test_a_row_in_float32_has_the_sums_that_it_has_alone(heads, width):
+    value = jax.random.normal(jax.random.key(0), (2, 1, 64, width))
+    weight = jax.random.uniform(jax.random.key(1), (2, 1, heads, 32, 64))
+    sums = jax.jit(streamed._gains)
+    whole = sums(weight, value)
+    wanted = jnp.einsum("bghrk,bgkd->bghrd", weight, value)
+    torch.testing.assert_close(jb.to_torch(whole), jb.to_torch(wanted), rtol=1e-4, atol=1e-4)
+    for rows in (1, 3, 16):
+        assert (sums(weight[:, :, :, :rows], value) == whole[:, :, :, :rows]).all(), rows

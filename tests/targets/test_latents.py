@@ -16,9 +16,11 @@ from support.refusals import refuses
 from support.scripted import own_text, run
 from support.tiny import BASE, VOCAB, randomise
 from torch import nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.mistral4 import modeling_mistral4 as mistral4
 
 import torch_dflash as td
+from torch_dflash.ops.latents import Widths, pays_to_expand
 from torch_dflash.targets import latents, skeleton
 from torch_dflash.targets.adapter import Target
 
@@ -70,21 +72,27 @@ def test_rejected_rows_and_padding_may_be_nan(cache, poison):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_many_rows_of_a_static_buffer_are_expanded(cache, monkeypatch):
-    expanded, pays = [], latents.pays_to_expand
+def test_prompts_of_many_rows_are_expanded_on_static_buffers_and_blocks_never(cache, monkeypatch):
+    asked, expanded = [], []
+    expand = modeling_deepseek_v3.DeepseekV3Attention.expand_kv
 
-    def noted(query, widths):
-        expanded.append(pays(query, widths))
-        return expanded[-1]
+    def noted(module, *given):
+        expanded.append(given)
+        return expand(module, *given)
 
-    monkeypatch.setattr(latents, "pays_to_expand", noted)
-    wide = {"width": 30, "rounds": 3, "poison": float("nan")}
-    assert walk_gap(deepseek(), cache, **wide) < RIGHT
-    four_layers, three_blocks = 4, 3  # prompts have 16 rows
-    assert sum(expanded) == (four_layers * three_blocks if cache == "static" else 0)
+    monkeypatch.setattr(latents, "pays_to_expand", lambda query, widths: not asked.append(query.shape[2]))
+    monkeypatch.setattr(latents, "_expands", lambda kind: True)
+    monkeypatch.setattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv", noted)
+    assert walk_gap(deepseek(), cache, poison=float("nan"), width=30, rounds=3) < RIGHT
+    prompts = {16} if cache == "static" else set()  # the walk's chunks; its blocks have 30 rows
+    assert set(asked) == prompts and len(expanded) >= len(asked)
     if cache == "static":
-        monkeypatch.setattr(latents, "pays_to_expand", lambda query, widths: True)
         assert walk_gap(made("glm_moe_dsa"), cache) < RIGHT
+
+
+def test_fewer_products_from_170_rows_on():
+    widths = Widths(512, 128, 64, 128)  # DeepSeek-V3's
+    assert [pays_to_expand(torch.empty(1, 1, rows, 1), widths) for rows in (170, 171)] == [False, True]
 
 
 def values_of_keys(weight, widths):

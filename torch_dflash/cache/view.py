@@ -58,8 +58,11 @@ class CacheView(Cache):
         return key, value
 
     def expands(self, layer_idx: int) -> bool:
-        """Whether the layer attends to what ``AttentionInputs.expand`` makes of its latents."""
-        return self.tree is None and getattr(self.states[layer_idx], "expands", False)
+        """Whether the layer attends to what ``AttentionInputs.expand`` makes of latents: in prompts alone.
+
+        A block of any width absorbs, as the plain step does: half precision rounds the two forms differently.
+        """
+        return self.count is not None and getattr(self.states[layer_idx], "expands", False)
 
     def attend(
         self, layer_idx: int, inputs: AttentionInputs, _: Any = None, more: dict[str, Any] | None = None
