@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, weights: Iterable[Any]) -> Part:
-        """Of shapes, or formats of them."""
+        """The sizes of shapes, or formats of them."""
         found = [(prod(one.shape), bytes_of(one), isinstance(one, Blocks | Groups)) for one in weights]
         sizes = (sum(size for size, _, _ in found), sum(held for _, held, _ in found))
         return cls(*sizes, sum(size for size, _, grouped in found if grouped))
