@@ -12,8 +12,8 @@ from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, call_torch
 from jax_bridge.mesh.current import WHOLE, P, Slice
-from jax_bridge.mesh.cut import Cut, specs_of
-from jax_bridge.mesh.mixers import replaced
+from jax_bridge.mesh.cut import Cut, Partition, specs_of
+from jax_bridge.mesh.mixers import as_kept, replaced
 from jax_bridge.mesh.products import rounded
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.weights.formats import bound, stored_as
@@ -31,15 +31,14 @@ def experts_on_slice(own: Slice, mix: Callable, rows: Any, index: Any, weights: 
         cut = isinstance(stored_as(params["down_proj"]), Cut)
         chips = own.mesh.size if cut else 1
 
-        def spec(weight: Any) -> Any:
-            return P(ALL) if cut and weight.ndim > 1 and weight.shape[0] == count else WHOLE
+        def partition(weight: Any) -> Partition:
+            if isinstance(kept := stored_as(weight), Cut):
+                return kept.partition
+            biases = cut and weight.ndim > 1 and weight.shape[0] == count
+            return Partition(own.mesh, P(ALL) if biases else WHOLE)
 
-        kept = {name: stored_as(weight) for name, weight in params.items()}
-        given = {name: one.array if isinstance(one, Cut) else params[name] for name, one in kept.items()}
-        specs = {
-            name: specs_of(given[name], one.partition) if isinstance(one, Cut) else spec(params[name])
-            for name, one in kept.items()
-        }
+        given = {name: as_kept(weight) for name, weight in params.items()}
+        specs = {name: specs_of(given[name], partition(weight)) for name, weight in params.items()}
 
         def on_chip(rows: Array, index: Array, weights: Array, params: dict[str, Any]) -> Array:
             mine = own_numbers(index, count // chips) if cut else index

@@ -92,7 +92,7 @@ def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwar
 
     def on_chips(tensors: list, weights: dict, *more: Any) -> Any:
         heads, out = _heads(own), P(None, None, ALL) if own.blocks else WHOLE
-        weights = {name: _as_kept(weight) for name, weight in weights.items()}
+        weights = {name: as_kept(weight) for name, weight in weights.items()}
         specs = {name: specs_of(weight, _cut(own, name)) for name, weight in weights.items()}
         given = WHOLE, specs, heads, WHOLE, WHOLE
         return own.on_parts(on_chip, given, (out, heads))(tensors, weights, *more)
@@ -131,7 +131,7 @@ def _cut(own: Slice, name: str) -> Partition:
     return mixer_partition(name, own.mesh, own.blocks) if own.blocks else Partition(own.mesh)
 
 
-def _as_kept(weight: Any) -> Any:
+def as_kept(weight: Any) -> Any:
     """The array, or codes and scales, in its stored order."""
     kept = stored_as(weight)
     return kept.array if isinstance(kept, Cut | InBlocks) else weight if kept is None else kept

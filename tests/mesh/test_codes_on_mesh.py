@@ -220,6 +220,11 @@ def test_every_form_of_a_checkpoint(tmp_path, form, quantize, most):
     loaded(tmp_path, form, (2, 4), quantize, most)
 
 
+@pytest.mark.heavy
+def test_experts_that_do_not_divide_stay_codes_on_each_device(tmp_path):
+    loaded(tmp_path, "mxfp4", (3,), most=4)
+
+
 NEIGHBOURS = """
 import jax_bridge.mesh.products as chips
 from dataclasses import replace
