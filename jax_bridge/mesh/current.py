@@ -53,7 +53,8 @@ class Slice:
         """
         if groups == 1 and queries and queries == self.latents:
             return P(None, ALL), WHOLE
-        return (P(None, ALL), P(None, KV)) if groups in self.groups else (WHOLE, WHOLE)
+        cut = groups in self.groups and queries % self.mesh.size == 0
+        return (P(None, ALL), P(None, KV)) if cut else (WHOLE, WHOLE)
 
     def on_parts(self, function: Callable, given: Any, made: Any) -> Callable:
         """``function`` on each chip's part; ``given``, ``made``: specs of its arguments and results."""

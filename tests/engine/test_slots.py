@@ -586,6 +586,8 @@ def test_a_full_queue_and_what_no_row_can_hold(monkeypatch):
     engine = td.compile(*small_pair(), runtime="eager", **FIXED)
     with refuses(ValueError, "queue=0"):
         engine.slots(queue=0)
+    with refuses(RuntimeError, "step: threads decode", "result() instead"):
+        engine.slots().step()
     slots, ids = Slots(engine, queue=5), torch.ones(1, 3, dtype=torch.long)
     first = slots.submit(ids, max_new_tokens=50, eos_token_id=None)
     slots.step()

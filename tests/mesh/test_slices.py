@@ -60,6 +60,7 @@ LATENTS = [
     Case("deepseek_v3", "static", "2x2", "greedy", "v1 tree", {"verify_width": "auto"}),
     Case("kimi_k25", "paged", "2x2", "greedy", "dflash2"),
     Case("deepseek_v3", "static", "one", "greedy", "v1"),
+    Case("deepseek_v3", "paged", "neither", "sampled", "v1"),
     Case("mistral4", "paged", "4x1", "filters", "v1 union"),
     Case("glm4_moe_lite", "static", "4x1", "sampled", "ngram"),
     Case("axk1", "static", "4x1", "greedy", "v1"),

@@ -32,6 +32,7 @@ FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 2}
 ONE = {"num_attention_heads": 6, "num_key_value_heads": 1}
 HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR), "whole": (SIX, SIX), "one": (FOUR, ONE)}
+HEADS["neither"] = SIX, {"num_attention_heads": 4, "num_key_value_heads": 1}
 """K/V heads of target and drafter: two, each on two devices; four, one each; some that stay whole."""
 MIXTURES = {
     "minimax_m2": (hf.MiniMaxM2ForCausalLM, hf.MiniMaxM2Config,

@@ -506,7 +506,15 @@ class Slots:
         wait(handles)
 
     def step(self) -> bool:
-        """Run one chunk of each replica. Return whether requests are left."""
+        """Run one chunk of each replica. Return whether requests are left.
+
+        Raises:
+            RuntimeError: the slots have threads, which step them.
+        """
+        if self._threads:
+            raise RuntimeError(
+                "step: threads decode these slots' requests; wait for a handle's result() instead."
+            )
         with self._stepping:
             for lane in self._lanes:
                 lane.step()
