@@ -270,7 +270,7 @@ def functions(path):
             yield node.name, node.end_lineno - node.lineno + 1
 
 
-LINES = 31_817
+LINES = 31_814
 """Lines of code of both packages, comments and docstrings not counted. Rooms may trade among each other.
 
 A change that adds a capability says by how much it raises this number; any other change keeps or lowers it.

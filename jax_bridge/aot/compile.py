@@ -29,11 +29,11 @@ from jax_bridge.aot.shapes import find_topology, on_slice, shape_at, slice_devic
 from jax_bridge.aot.traffic import hbm_traffic
 from jax_bridge.arrays import shape_of
 from jax_bridge.devices.on_mesh import OnMesh, places_of
+from jax_bridge.devices.one_device import rules_of
 from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_rounds, tracing
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
 from jax_bridge.weights.codes import GROUP, Blocks, Groups
-from jax_bridge.weights.layout import LayoutRules
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.ops.windows import read_rows, write_rows
@@ -47,7 +47,6 @@ from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState, Draft
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
-from torch_dflash.targets.latents import weights_of
 
 ABSENT = SimpleNamespace(platform="tpu")
 FP8_BLOCK = (128, 128)
@@ -247,11 +246,9 @@ def compile_placed(step: Any, params: Any, state: Any, *more: Any) -> CompiledSt
 
 def _abstract_params(pair: Pair, dtype: torch.dtype, quantize: str | None) -> Shapes:
     """Shapes by name; ``named_parameters`` gives a tied weight once, as the engine passes it."""
-    head = pair.target.model.get_output_embeddings()
-    latents = weights_of(pair.target.latents, "target.model.")
     published = quantize in ("fp8", "mxfp4", "int4")
-    rules = LayoutRules.of(pair, head, latents, quantize=None if published else quantize)
-    fp8 = rules.linear - latents.keys() if quantize == "fp8" else ()
+    rules = rules_of(pair, quantize=None if published else quantize)
+    fp8 = rules.linear - rules.latents.keys() if quantize == "fp8" else ()
     coded = {name for name in fp8 if name.startswith("target.")}
     stacks = _stacks(pair, quantize) if published else ()
     block = FP8_BLOCK if quantize == "fp8" else None

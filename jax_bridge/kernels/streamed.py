@@ -99,8 +99,8 @@ def _flat_product(product: Callable[[Array], Array], rows: Array, cut: bool = Fa
         size = flat.shape[2] // -(-flat.shape[2] // (TALL // 2))
         pieces = -(-flat.shape[2] // size)
         whole = enlarged(flat, 2, pieces * size).reshape(batch, groups, pieces, size, width)
-        out = jax.lax.map(product, whole.swapaxes(0, 2).swapaxes(1, 2))
-        out = out.swapaxes(1, 2).swapaxes(0, 2).reshape(batch, groups, pieces * size, -1)
+        out = jax.lax.map(product, jnp.moveaxis(whole, 2, 0))
+        out = jnp.moveaxis(out, 0, 2).reshape(batch, groups, pieces * size, -1)
     else:
         out = product(enlarged(flat, 2, enough_rows(rows.dtype, flat.shape[2])))
     return out[:, :, : flat.shape[2]].reshape(*rows.shape[:-1], -1)
